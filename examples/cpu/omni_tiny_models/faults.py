@@ -1,0 +1,60 @@
+"""Fault marks: ``<|fault:KIND@STAGE|>`` in a prompt makes stage STAGE fail as KIND says.
+
+A mark travels with its prompt, so a later stage sees it as well as the first one. The
+stage it names raises the real exception in a real forward pass, or does the real harm.
+Marks with another kind or stage are plain text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import torch
+import torch.distributed
+
+KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow")
+STAGES = range(4)
+EXIT_STATUS = 3
+SLOW_STEP_S = 2.0
+
+_MARK = re.compile(rf"<\|fault:({'|'.join(KINDS)})@([{STAGES[0]}-{STAGES[-1]}])\|>")
+
+
+def mark(kind: str, stage: int) -> str:
+    """The mark's text, as it stands in a prompt."""
+    return f"<|fault:{kind}@{stage}|>"
+
+
+def kinds_in(text: str, stage: int) -> list[str]:
+    """Kinds of the marks for ``stage`` in ``text``, in order."""
+    return [kind for kind, at in _MARK.findall(text) if int(at) == stage]
+
+
+def inject(kind: str, stage: int) -> None:
+    """Fail as ``kind`` says. Returns only for ``slow``, after SLOW_STEP_S seconds."""
+    where = f"asked for by a fault mark in stage {stage}"
+    match kind:
+        case "oom":
+            raise torch.OutOfMemoryError(f"Tried to allocate 20.00 GiB, {where}")
+        case "accelerator":
+            raise torch.AcceleratorError(f"an illegal memory access was encountered, {where}")
+        case "collective":
+            raise torch.distributed.DistBackendError(f"collective operation timed out, {where}")
+        case "error":
+            raise RuntimeError(f"forward pass failed, {where}")
+        case "hang":
+            while True:
+                time.sleep(3600)
+        case "exit":
+            os._exit(EXIT_STATUS)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            # The signal is delivered to the process, not awaited by this thread.
+            time.sleep(3600)
+        case "slow":
+            time.sleep(SLOW_STEP_S)
+        case _:
+            raise ValueError(f"unknown fault kind {kind!r}; known: {', '.join(KINDS)}")
