@@ -16,6 +16,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     """vLLM's CPU platform with what vllm-omni asks of a platform on top."""
 
     _omni_enum = OmniPlatformEnum.OOT
+    # Where vllm-omni notes a stage's devices. vLLM reads NUMA nodes from its own variable,
+    # and a machine with one node would refuse a stage on device 1.
+    device_control_env_var = "VLLM_OMNI_CPU_VISIBLE_DEVICES"
 
     # -- workers ---------------------------------------------------------------
 
