@@ -92,6 +92,9 @@ def _version() -> str:
 
 def make_all(root: Path) -> None:
     """Make every model that is missing or out of date under ``root``."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     for name, make in MODELS.items():
         folder = root / name
         stamp = folder / _STAMP
