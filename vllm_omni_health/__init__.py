@@ -1,1 +1,1 @@
-"""The light half of the health layer: imports neither vLLM nor vllm_omni."""
+"""The part of the health layer that imports neither vLLM nor vllm_omni, and so starts fast."""

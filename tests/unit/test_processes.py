@@ -1,0 +1,128 @@
+"""Processes are known by pid and start time, and ended as groups, on real processes."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from vllm_omni.health.processes import (
+    ExitStatus,
+    ProcessIdentity,
+    group_members,
+    kill_group,
+    open_pidfd,
+    parent_pid,
+    peek_exit_status,
+)
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+FAMILY = [
+    sys.executable,
+    "-c",
+    "import os, subprocess, sys, time\n"
+    "os.setpgid(0, 0)\n"
+    f"child = subprocess.Popen({SLEEP!r})\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)",
+]
+
+
+@pytest.fixture
+def spawn():
+    started = []
+
+    def start(command):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_readable(fd):
+    ready, _, _ = select.select([fd], [], [], 20)
+    assert ready, "the process did not end"
+
+
+def test_an_identity_does_not_fit_another_process_with_the_same_pid(spawn):
+    identity = ProcessIdentity.of(spawn(SLEEP).pid)
+    impostor = ProcessIdentity(identity.pid, identity.start_ticks + 1)
+    assert identity.exists()
+    assert not impostor.exists()
+    assert open_pidfd(impostor) is None
+
+
+def test_a_process_that_is_gone_has_no_identity():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert ProcessIdentity.of(process.pid) is None
+    assert parent_pid(process.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import os; os._exit(3)", ExitStatus(code=3)),
+        ("import os; os.kill(os.getpid(), 9)", ExitStatus(signal_number=9)),
+    ],
+)
+def test_how_a_process_ended_is_read_without_reaping_it(code, expected):
+    process = subprocess.Popen([sys.executable, "-c", code])
+    fd = open_pidfd(ProcessIdentity.of(process.pid))
+    wait_readable(fd)
+    os.close(fd)
+    assert peek_exit_status(process.pid) == expected
+    assert process.wait() == expected.exit_code
+
+
+def test_how_a_grandchild_ended_is_read_while_it_is_a_zombie(spawn):
+    process = spawn(FAMILY)
+    grandchild = int(process.stdout.readline())
+    fd = open_pidfd(ProcessIdentity.of(grandchild))
+    os.kill(grandchild, signal.SIGKILL)
+    wait_readable(fd)
+    os.close(fd)
+    assert peek_exit_status(grandchild) == ExitStatus(signal_number=signal.SIGKILL)
+
+
+def test_a_group_is_killed_whole_even_when_its_leader_is_gone(spawn):
+    process = spawn(FAMILY)
+    grandchild = int(process.stdout.readline())
+    leader = ProcessIdentity.of(process.pid)
+    fd = open_pidfd(ProcessIdentity.of(grandchild))
+    process.kill()
+    process.wait()
+    assert group_members(leader.pid) == [grandchild]
+    assert kill_group(leader)
+    wait_readable(fd)
+    os.close(fd)
+    assert group_members(leader.pid) == []
+
+
+def test_a_process_that_leads_no_group_is_killed_alone(spawn):
+    bystander, target = spawn(SLEEP), spawn(SLEEP)
+    assert kill_group(ProcessIdentity.of(target.pid))
+    assert target.wait(20) == -signal.SIGKILL
+    assert bystander.poll() is None
+
+
+def test_a_reused_pid_is_left_alone(spawn):
+    process = spawn(SLEEP)
+    identity = ProcessIdentity.of(process.pid)
+    assert not kill_group(ProcessIdentity(identity.pid, identity.start_ticks - 1))
+    assert process.poll() is None
+
+
+def test_exit_codes_survive_both_conventions():
+    for code in (0, 3, 255, -9, -15):
+        assert ExitStatus.from_exit_code(code).exit_code == code
+    assert ExitStatus.from_exit_code(None) == ExitStatus()
+    assert ExitStatus.from_exit_code(-9).describe() == "was killed by SIGKILL"
+    assert ExitStatus.from_wait_status(0x0300).describe() == "exited with status 3"

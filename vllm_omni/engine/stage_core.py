@@ -1,0 +1,113 @@
+"""What runs in an AR stage's engine-core process: upstream's busy loop, and the truth about
+its end.
+
+The process leads a process group of its own, says which workers it has, and, when it fails,
+states the fault twice: as last words on its pipe, at once, and as a message on its output
+queue, behind the outputs that were already produced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from vllm.v1.engine.core import EngineCoreProc
+
+from vllm_omni.engine import stage_engine_core_proc as upstream
+from vllm_omni.engine.fault_channel import fault_outputs
+from vllm_omni.health import seams
+from vllm_omni.health.classify import fault_from_exception
+from vllm_omni.health.faults import Fault, FaultKind, process_lost
+from vllm_omni.health.last_words import LastWordsWriter, WorkerRef
+from vllm_omni.health.processes import ExitStatus
+from vllm_omni_health.plugin import STAGE_MARK
+
+_UpstreamStageEngineCoreProc = upstream.StageEngineCoreProc
+
+_words: LastWordsWriter | None = None
+"""This process's end of its last-words pipe; there is one engine core per process."""
+
+
+def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> None:
+    """Process target: run upstream's stage core with the health layer around it.
+
+    ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe.
+    Ends as upstream's target does: by SystemExit or by the exception that ended the engine.
+    """
+    global _words
+    # Of its own, so that a replica can be killed whole without touching the server, and so
+    # that a Ctrl-C at the terminal reaches the server alone, which ends stages in order.
+    os.setpgid(0, 0)
+    os.environ[STAGE_MARK] = f"{kwargs.get('omni_stage_id')}:{kwargs.get('omni_replica_id')}"
+    if last_words is not None:
+        _words = LastWordsWriter(last_words.fileno())
+    try:
+        seams.install_stage_process()
+        _UpstreamStageEngineCoreProc.run_stage_core(*args, **kwargs)
+    except Exception as exc:
+        # Covers model load, when there is no output queue yet. After a fault that went out
+        # through the queue this line is a repetition, which the supervisor recognises.
+        _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
+        raise
+
+
+class HealthStageEngineCoreProc(_UpstreamStageEngineCoreProc):  # type: ignore[misc]
+    """Upstream's engine core, with typed last messages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        workers = _worker_handles(self)
+        if workers and _words is not None:
+            _words.workers(WorkerRef(rank=rank, pid=process.pid) for rank, process in workers)
+
+    def _send_engine_dead(self) -> None:
+        """Called by upstream while it handles the exception that ended the busy loop."""
+        fault = self._fault(sys.exception())
+        _say_fault(fault)
+        for client_index in range(len(self.addresses.outputs)):
+            self.output_queue.put_nowait((client_index, fault_outputs(fault)))
+        super()._send_engine_dead()
+
+    def _fault(self, exc: BaseException | None) -> Fault:
+        fault = (
+            fault_from_exception(exc, role="engine core", pid=os.getpid())
+            if exc is not None
+            else Fault(kind=FaultKind.ENGINE, role="engine core", pid=os.getpid())
+        )
+        if fault.kind is not FaultKind.ENGINE:
+            return fault
+        # "Executor failed" is all that an exception says of a dead worker. We are its parent.
+        for rank, process in _worker_handles(self):
+            if process.exitcode is not None:
+                return _worker_lost(fault, rank, process)
+        return fault
+
+
+def _worker_lost(fault: Fault, rank: int, process: Any) -> Fault:
+    status = ExitStatus.from_exit_code(process.exitcode)
+    return process_lost(
+        process.exitcode,
+        message=f"worker (rank {rank}, pid {process.pid}) {status.describe()}",
+        exception=fault.exception,
+        bases=fault.bases,
+        rank=rank,
+        pid=process.pid,
+        role="worker",
+        traceback=fault.traceback,
+    )
+
+
+def _worker_handles(engine_core: EngineCoreProc) -> list[tuple[int, Any]]:
+    """(rank, process) of each worker that this engine core has as a child process."""
+    handles = getattr(engine_core.model_executor, "workers", None) or ()
+    return [
+        (int(handle.rank), handle.proc)
+        for handle in handles
+        if getattr(getattr(handle, "proc", None), "pid", None) is not None
+    ]
+
+
+def _say_fault(fault: Fault) -> None:
+    if _words is not None:
+        _words.fault(fault)

@@ -1,0 +1,198 @@
+"""``vllm serve MODEL --omni`` with the health layer: checks first, then upstream's command,
+then an exit status that says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_omni.entrypoints.health_server import end_process
+from vllm_omni.health import __version__, seams
+from vllm_omni.health.classify import fault_from_exception
+from vllm_omni.health.faults import Fault
+from vllm_omni.health.machine import State
+from vllm_omni.health.reason import write_reason
+from vllm_omni.health.runtime import HealthRuntime, set_current
+from vllm_omni.health.settings import HealthSettings, SettingsError, load
+
+logger = logging.getLogger(__name__)
+
+_START_FAILED = 1
+_UPSTREAM_UNWIND_S = 20.0
+"""How long upstream may take to clean up after a stage was lost during start-up. It allows each
+of its processes 5 s after SIGTERM and closes them one after another."""
+
+
+class BadInput(Exception):  # noqa: N818 - it is shown to a person, not caught as an error
+    """Something the person who started the server can put right, in one line."""
+
+
+def serve(args: Any) -> NoReturn:
+    """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
+    try:
+        settings = _settings(args)
+        _check_deploy_file(args)
+        _check_api_server_count(args)
+        seams.install_server()
+    except (SettingsError, seams.SeamError, BadInput) as exc:
+        _complain(exc)
+        raise SystemExit(_START_FAILED) from None
+    if getattr(args, "headless", False):
+        _original_command()(args)
+        raise SystemExit(0)
+    logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
+    runtime = HealthRuntime(settings)
+    set_current(runtime)
+    runtime.start()
+    unwatch = runtime.machine.observe(lambda _move: _start_watch(runtime))
+    status = _START_FAILED
+    try:
+        status = _run(args, runtime)
+    finally:
+        unwatch()
+        _leave(runtime, status)
+    raise SystemExit(status)
+
+
+def _original_command() -> Any:
+    return seams.original("vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd")
+
+
+def _run(args: Any, runtime: HealthRuntime) -> int:
+    """Run the server to its end; the exit status."""
+    try:
+        _original_command()(args)
+    except SystemExit as exc:
+        code = exc.code
+        upstream_status = code if isinstance(code, int) else 0 if code is None else 1
+    except KeyboardInterrupt:
+        upstream_status = 130
+    except BaseException as exc:
+        return _failed(exc, args, runtime)
+    else:
+        upstream_status = 0
+    fault = runtime.machine.reason
+    if runtime.machine.snapshot.state is State.DEAD and fault is not None:
+        return fault.kind.exit_status
+    return upstream_status
+
+
+def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
+    """An exception ended upstream's command: before it served, or on its way out."""
+    state = runtime.machine.snapshot.state
+    reason = runtime.machine.reason
+    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+        where = f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', '?')}"
+        _complain(f"cannot listen on {where}: the address is in use; choose another --port")
+        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        return _START_FAILED
+    traceback.print_exception(exc)
+    if state is State.STARTING or _was_starting(runtime):
+        fault = reason or fault_from_exception(exc, role="server")
+        if state is State.STARTING:
+            runtime.machine.start_failed(fault)
+        _complain(f"start-up failed: {_describe(fault)}")
+        return _START_FAILED
+    if state is State.DEAD and reason is not None:
+        return reason.kind.exit_status
+    return _START_FAILED
+
+
+def _was_starting(runtime: HealthRuntime) -> bool:
+    """Whether the service died before it ever was healthy."""
+    return all(move.to_state is not State.HEALTHY for move in runtime.machine.history())
+
+
+def _describe(fault: Fault) -> str:
+    where = "" if fault.stage_id is None else f"stage {fault.stage_id} "
+    where += "" if fault.replica_id is None else f"replica {fault.replica_id}: "
+    return f"{where}{fault.kind.value}: {fault.message.splitlines()[0] if fault.message else ''}"
+
+
+def _start_watch(runtime: HealthRuntime) -> None:
+    """A stage died before the server was up: make sure that the start ends, whatever waits.
+
+    Runs as an observer of the machine. The main loop is blocked by the start, and upstream can
+    wait for minutes for a process that is gone.
+    """
+    if runtime.machine.snapshot.state is not State.DEAD or not _was_starting(runtime):
+        return
+
+    def enforce() -> None:
+        time.sleep(_UPSTREAM_UNWIND_S)
+        if not _LEAVING.is_set():
+            fault = runtime.machine.reason
+            _complain(f"start-up failed: {_describe(fault) if fault else 'a stage is gone'}")
+            _leave(runtime, _START_FAILED)
+            end_process(_START_FAILED)
+
+    threading.Thread(target=enforce, name="health-start-watch", daemon=True).start()
+
+
+_LEAVING = threading.Event()
+
+
+def _leave(runtime: HealthRuntime, status: int) -> None:
+    """State the reason, end what is left, and make sure that the interpreter does end."""
+    if _LEAVING.is_set():
+        return
+    _LEAVING.set()
+    left = runtime.supervisor.kill_all()
+    if left:
+        logger.error("[health] killed stage processes that were left: %s", left)
+    runtime.stop()
+    fault = runtime.machine.reason if status != 0 else None
+    write_reason(fault, status, runtime.settings.termination_log, sys.stderr)
+
+    def enforce() -> None:
+        time.sleep(_INTERPRETER_EXIT_S)
+        end_process(status)
+
+    threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
+
+
+_INTERPRETER_EXIT_S = 5.0
+"""How long the interpreter may take to end after the last of our work: stuck executor threads
+and child processes that are joined at exit can hold it up for ever."""
+
+
+# ---- checks before anything is started -----------------------------------------------------
+
+
+def _settings(args: Any) -> HealthSettings:
+    """The settings; takes the ``health`` key out of ``--additional-config``, because what stays
+    in there enters the stages' compile-cache hash."""
+    additional = getattr(args, "additional_config", None)
+    argument = additional.pop("health", None) if isinstance(additional, dict) else None
+    return load(argument)
+
+
+def _check_deploy_file(args: Any) -> None:
+    name = getattr(args, "deploy_config", None)
+    if not name:
+        return
+    from vllm_omni.config.stage_config import _DEPLOY_DIR
+
+    candidates = [Path(name), Path(_DEPLOY_DIR) / name]
+    if not any(path.is_file() for path in candidates):
+        raise BadInput(f"--deploy-config {name}: no such file (also not in {_DEPLOY_DIR})")
+
+
+def _check_api_server_count(args: Any) -> None:
+    count = getattr(args, "api_server_count", None) or 1
+    if count > 1:
+        raise BadInput(
+            f"--api-server-count {count}: the health layer supports one API server process so "
+            "far; use 1, or VLLM_OMNI_HEALTH=off to run without the layer"
+        )
+
+
+def _complain(what: object) -> None:
+    print(f"vllm serve --omni: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""The last-words pipe: facts a stage process can state when its output queue cannot.
+
+An engine core's output queue exists only after the model is loaded, and only while the process
+is whole. The pipe exists before the process does. Through it a stage process says which worker
+processes it has, and, when it fails, why: one JSON object a line. The server's supervisor
+reads it beside the process's pidfd.
+
+The writing end never blocks: a process that is failing must not wait for its reader. A fault
+fits the pipe, whose capacity is 64 KiB by default (pipe(7)), because faults are cut to size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from vllm_omni.health.faults import Fault
+
+_READ_CHUNK = 65536
+_LONGEST_LINE = 1 << 20
+"""A line longer than this is no fault of ours: it is dropped, so that memory stays bounded."""
+
+
+class WorkerRef(msgspec.Struct, frozen=True):
+    """A worker process of an engine core: the rank it runs and its pid."""
+
+    rank: int
+    pid: int
+
+
+class Words(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line on the pipe: the workers of this process, or the fault that ends it."""
+
+    workers: tuple[WorkerRef, ...] | None = None
+    fault: Fault | None = None
+
+
+class LastWordsWriter:
+    """The stage process's end. Thread-safe as far as a single ``write`` is; never raises."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_blocking(fd, False)
+
+    def workers(self, workers: Iterable[WorkerRef]) -> None:
+        """Say which worker processes this engine core has."""
+        self._write(Words(workers=tuple(workers)))
+
+    def fault(self, fault: Fault) -> None:
+        """Say why this process is about to end."""
+        self._write(Words(fault=fault))
+
+    def _write(self, words: Words) -> None:
+        try:
+            os.write(self._fd, msgspec.json.encode(words) + b"\n")
+        except OSError:
+            # The server is gone or does not read: there is nobody left to tell.
+            pass
+
+
+class LastWordsReader:
+    """The supervisor's end. Used on the supervisor's thread only."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._pending = b""
+        os.set_blocking(fd, False)
+
+    def read(self) -> Iterator[Words]:
+        """What has been said since the last call; sets ``closed`` at end of file."""
+        while not self.closed:
+            try:
+                chunk = os.read(self.fd, _READ_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.closed = True
+                break
+            self._pending += chunk
+        *lines, rest = self._pending.split(b"\n")
+        self._pending = rest if len(rest) <= _LONGEST_LINE else b""
+        for line in lines:
+            try:
+                yield msgspec.json.decode(line, type=Words)
+            except msgspec.DecodeError:
+                continue
+
+    def close(self) -> None:
+        """Close the descriptor; harmless when called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.closed = True

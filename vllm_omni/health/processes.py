@@ -1,0 +1,222 @@
+"""Processes as the health layer sees them: who they are, how they ended, how to end them.
+
+A process is identified by pid *and* start time, never by its name: pids are reused, and
+titles are set by whoever likes to. Everything here is a plain function or value, usable from
+any thread, and imports neither vLLM nor asyncio.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass
+
+_STAT_PPID = 3
+_STAT_PGRP = 4
+_STAT_STARTTIME = 21
+_STAT_EXIT_CODE = 51
+"""Zero-based fields of ``/proc/PID/stat`` (proc(5) counts from one)."""
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The command name may hold spaces and brackets: only what follows the last one is regular.
+    head, _, rest = text.rpartition(")")
+    return [head.split(" ", 1)[0], head, *rest.split()]
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One process for as long as it lives: its pid and the kernel's start time in clock ticks."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Identify a process that exists now; None when it does not (any more)."""
+        fields = _stat_fields(pid)
+        return None if fields is None else cls(pid, int(fields[_STAT_STARTTIME]))
+
+    def exists(self) -> bool:
+        """Whether this very process exists, running or as a zombie."""
+        return ProcessIdentity.of(self.pid) == self
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a process ended: an exit code, or the number of the signal that killed it."""
+
+    code: int | None = None
+    signal_number: int | None = None
+
+    @classmethod
+    def from_exit_code(cls, code: int | None) -> ExitStatus:
+        """From multiprocessing's exit code, which is minus the signal's number for a signal."""
+        if code is None:
+            return cls()
+        return cls(signal_number=-code) if code < 0 else cls(code=code)
+
+    @property
+    def exit_code(self) -> int | None:
+        """As multiprocessing and subprocess give it."""
+        return self.code if self.signal_number is None else -self.signal_number
+
+    @classmethod
+    def from_wait_status(cls, status: int) -> ExitStatus:
+        """From the status word of wait(2), which ``/proc/PID/stat`` shows as well."""
+        if os.WIFSIGNALED(status):
+            return cls(signal_number=os.WTERMSIG(status))
+        return cls(code=os.WEXITSTATUS(status))
+
+    @property
+    def signal_name(self) -> str | None:
+        """``SIGKILL`` and the like; None when no signal was involved."""
+        if self.signal_number is None:
+            return None
+        try:
+            return signal.Signals(self.signal_number).name
+        except ValueError:
+            return f"signal {self.signal_number}"
+
+    def describe(self) -> str:
+        """What to write in a log: ``was killed by SIGKILL``, ``exited with status 3``."""
+        if self.signal_number is not None:
+            return f"was killed by {self.signal_name}"
+        if self.code is not None:
+            return f"exited with status {self.code}"
+        return "is gone"
+
+
+def parent_pid(pid: int) -> int | None:
+    """The parent's pid, or None when the process does not exist."""
+    fields = _stat_fields(pid)
+    return None if fields is None else int(fields[_STAT_PPID])
+
+
+def process_group(pid: int) -> int | None:
+    """The process group a process is in, or None when it does not exist."""
+    fields = _stat_fields(pid)
+    return None if fields is None else int(fields[_STAT_PGRP])
+
+
+def open_pidfd(identity: ProcessIdentity) -> int | None:
+    """A file descriptor that becomes readable when this process ends; None when it is gone.
+
+    The identity is compared after the descriptor exists, so a reused pid cannot slip in.
+    """
+    try:
+        fd = os.pidfd_open(identity.pid)
+    except OSError as exc:
+        if exc.errno == errno.ESRCH:
+            return None
+        raise
+    if identity.exists():
+        return fd
+    os.close(fd)
+    return None
+
+
+def open_thread_pidfds(identity: ProcessIdentity) -> list[int]:
+    """A descriptor for each thread that the process has now, readable when the thread ends.
+
+    When a process is killed, all of its threads but one end within a millisecond; the last one
+    first gives back the memory of the process (seconds for large ones, or with a device
+    attached), and only then does the process's own pidfd become readable. Empty before Linux
+    6.9, which brought PIDFD_THREAD (pidfd_open(2)).
+    """
+    fds = []
+    try:
+        entries = list(os.scandir(f"/proc/{identity.pid}/task"))
+    except OSError:
+        return []
+    for entry in entries:
+        try:
+            fds.append(os.pidfd_open(int(entry.name), _PIDFD_THREAD))
+        except OSError:
+            # EINVAL: an older kernel. ESRCH: that thread has just ended.
+            continue
+    if fds and not identity.exists():
+        for fd in fds:
+            os.close(fd)
+        return []
+    return fds
+
+
+_PIDFD_THREAD = os.O_EXCL
+"""Value of PIDFD_THREAD (include/uapi/linux/pidfd.h)."""
+
+
+def exit_under_way(identity: ProcessIdentity) -> ExitStatus | None:
+    """How this process is ending while it still is; None when it is not, or ends with 0.
+
+    The kernel shows the status of the whole group as soon as its end has begun. A stopped
+    process shows the number of the stop signal in the same place.
+    """
+    fields = _stat_fields(identity.pid)
+    if fields is None or len(fields) <= _STAT_EXIT_CODE:
+        return None
+    if int(fields[_STAT_STARTTIME]) != identity.start_ticks or fields[2] in ("T", "t"):
+        return None
+    status = int(fields[_STAT_EXIT_CODE])
+    return ExitStatus.from_wait_status(status) if status else None
+
+
+def peek_exit_status(pid: int) -> ExitStatus:
+    """How a process that has just ended did end, without reaping it.
+
+    Works for our own child until somebody reaps it, and for any process of the same user while
+    it is a zombie. An empty status means that nobody can tell any more.
+    """
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        info = None
+    if info is not None:
+        if info.si_code == os.CLD_EXITED:
+            return ExitStatus(code=info.si_status)
+        return ExitStatus(signal_number=info.si_status)
+    fields = _stat_fields(pid)
+    if fields is None or fields[2] != "Z" or len(fields) <= _STAT_EXIT_CODE:
+        return ExitStatus()
+    return ExitStatus.from_wait_status(int(fields[_STAT_EXIT_CODE]))
+
+
+def group_members(pgid: int) -> list[int]:
+    """The pids now in a process group, zombies left out."""
+    members = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        fields = _stat_fields(int(entry.name))
+        if fields is not None and int(fields[_STAT_PGRP]) == pgid and fields[2] != "Z":
+            members.append(int(entry.name))
+    return members
+
+
+def kill_group(leader: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
+    """Signal the whole process group that ``leader`` leads or led; False when nobody was there.
+
+    Safe against reuse of the number: while a group has members the kernel gives its number to
+    no new process, so the number is stale only when a *different* process now has that pid.
+    """
+    current = ProcessIdentity.of(leader.pid)
+    if current is not None and current != leader:
+        return False
+    if current is not None and process_group(leader.pid) != leader.pid:
+        # Killed before it became a group leader: it alone is ours, its group is the server's.
+        try:
+            os.kill(leader.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+    try:
+        os.killpg(leader.pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

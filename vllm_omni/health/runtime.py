@@ -1,0 +1,76 @@
+"""What the health layer has once per server process, in one place.
+
+Upstream builds its objects deep inside one another, with no argument of ours passed through.
+The pieces that we put in their place find the machine, the supervisor and the settings here.
+"""
+
+from __future__ import annotations
+
+import time
+
+from vllm_omni.health.faults import Fault
+from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.supervisor import Supervisor
+
+
+class HealthRuntime:
+    """Settings, state machine and supervisor of this server. Created before any stage is."""
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self.settings = settings
+        self.machine = HealthMachine(settle_s=settings.settle_s)
+        self.supervisor = Supervisor(self.machine)
+        self._beat: float | None = None
+
+    def start(self) -> None:
+        """Start the supervisor thread."""
+        self.supervisor.start()
+
+    def stop(self) -> None:
+        """End the supervisor thread; idempotent."""
+        self.supervisor.stop()
+
+    # The orchestrator's loop says that it turns; anyone may ask when it last did.
+
+    def orchestrator_beat(self) -> None:
+        """Called on the orchestrator's loop about once a second."""
+        self._beat = time.monotonic()
+
+    def orchestrator_stalled(self) -> bool:
+        """Whether the orchestrator's loop has not turned for ``loop_stall_s``."""
+        beat = self._beat
+        return beat is not None and time.monotonic() - beat > self.settings.loop_stall_s
+
+    def restart_needed(self) -> bool:
+        """Whether nothing but a restart can help: what a liveness probe asks."""
+        return self.machine.snapshot.state is State.DEAD or self.orchestrator_stalled()
+
+    def fault_of_stage(self, stage_id: int | None) -> Fault | None:
+        """The fault a failed request is told about: its stage's own, else the server's."""
+        if stage_id is not None:
+            fault = self.machine.stage_fault(stage_id)
+            if fault is not None:
+                return fault
+        return self.machine.reason
+
+
+_current: HealthRuntime | None = None
+
+
+def set_current(runtime: HealthRuntime | None) -> None:
+    """Make ``runtime`` the one this process uses."""
+    global _current
+    _current = runtime
+
+
+def current() -> HealthRuntime | None:
+    """The runtime of this process, or None where the layer is off."""
+    return _current
+
+
+def require() -> HealthRuntime:
+    """The runtime of this process; RuntimeError where the layer was not started."""
+    if _current is None:
+        raise RuntimeError("the health layer is not started in this process")
+    return _current

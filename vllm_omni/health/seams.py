@@ -1,0 +1,211 @@
+"""Every place where the layer takes an upstream name and puts its own there. The only one.
+
+A seam is a row: the upstream name, what replaces it, what we rely on, and why it is needed. All
+rows of a table are checked before the first is installed: the layer is there as a whole or the
+start stops with a message. Importing this module imports nothing of upstream; installing does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = ("0.30",)
+"""Release series of vllm-omni that these seams were run with."""
+
+
+class SeamError(Exception):
+    """Upstream is not as a seam expects it; the text names seam, found and supported version."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One rebinding. Names are ``module:attribute.path``."""
+
+    target: str
+    replacement: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+    """For a function: the names of its parameters, in order."""
+    members: tuple[str, ...] = ()
+    """For a class: the attributes that our subclass overrides or calls."""
+    new: bool = False
+    """Whether upstream must *not* have the attribute: it is assigned on instances there."""
+
+
+COMMAND = (
+    Seam(
+        "vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd",
+        "vllm_omni.entrypoints.health_serve:serve",
+        why="settings and checks before anything starts, and the exit status of the process",
+        parameters=("args",),
+    ),
+)
+
+SERVER = (
+    Seam(
+        "vllm_omni.entrypoints.openai.api_server:serve_http",
+        "vllm_omni.entrypoints.health_server:serve_http",
+        why="probes and admission around the application, and an ordered end",
+        parameters=("app", "sock", "enable_ssl_refresh", "uvicorn_kwargs"),
+    ),
+    Seam(
+        "vllm_omni.entrypoints.serve.utils.errors:_build_engine_error_payload",
+        "vllm_omni.entrypoints.health_errors:build_engine_error_payload",
+        why="plain responses of requests that an engine's death ended name the fault",
+        parameters=("exc", "request_id"),
+    ),
+    Seam(
+        "vllm.entrypoints.generate.base.serving:GenerateBaseServing.create_streaming_error_response",
+        "vllm_omni.entrypoints.health_errors:create_streaming_error_response",
+        why="streams that an engine's death ended name the fault",
+        parameters=("self", "message", "err_type", "status_code", "param"),
+    ),
+    Seam(
+        "vllm_omni.engine.async_omni_engine:Orchestrator",
+        "vllm_omni.engine.health_orchestrator:HealthOrchestrator",
+        why="faults move the state machine and fail pending requests at once",
+        members=(
+            "run",
+            "_dispatch_message",
+            "_background_tasks",
+            "_shutdown_extensions",
+            "_handle_dead_replica",
+            "_remove_stage_replica_waiting",
+            "_cleanup_request_ids",
+        ),
+    ),
+    Seam(
+        "vllm_omni.engine.duplex_orchestrator:DuplexOrchestrator",
+        "vllm_omni.engine.health_orchestrator:HealthDuplexOrchestrator",
+        why="the same for duplex sessions",
+        members=("run", "_dispatch_message", "_background_tasks", "_shutdown_extensions"),
+    ),
+    Seam(
+        "vllm_omni.engine.stage_engine_core_proc_manager:get_mp_context",
+        "vllm_omni.engine.stage_process:get_mp_context",
+        why="engine cores start through our target, with a last-words pipe and a watch",
+        parameters=(),
+    ),
+    Seam(
+        "vllm_omni.engine.stage_engine_core_client:StageEngineCoreClientBase.utility_results",
+        "vllm_omni.engine.fault_channel:utility_results",
+        why="the fatal-error message on an engine core's output queue has a receiver",
+        new=True,
+    ),
+)
+
+STAGE_PROCESS = (
+    Seam(
+        "vllm_omni.engine.stage_engine_core_proc:StageEngineCoreProc",
+        "vllm_omni.engine.stage_core:HealthStageEngineCoreProc",
+        why="an engine core that fails states a typed fault before ENGINE_CORE_DEAD",
+        members=("_send_engine_dead", "run_stage_core", "run_busy_loop"),
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.response_mqs",
+        "vllm_omni.engine.worker_faults:response_mqs",
+        why="a worker's typed exception is what the engine core raises",
+        new=True,
+    ),
+)
+
+WORKER = (
+    Seam(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.enqueue_output",
+        "vllm_omni.engine.worker_faults:enqueue_output",
+        why="a worker's exception reaches its engine core with its class",
+        parameters=("self", "output"),
+    ),
+)
+
+_originals: dict[str, Any] = {}
+
+
+def install_command() -> None:
+    """Take the ``serve`` command. Done while upstream builds its argument parser."""
+    _install(COMMAND)
+
+
+def install_server() -> None:
+    """Take everything else that a server process needs."""
+    _install(SERVER)
+
+
+def install_stage_process() -> None:
+    """Take what an engine-core process needs."""
+    _install(STAGE_PROCESS)
+
+
+def install_worker() -> None:
+    """Take what a worker process needs."""
+    _install(WORKER)
+
+
+def original(target: str) -> Any:
+    """What stood at ``target`` before it was taken. KeyError when it was not."""
+    return _originals[target]
+
+
+def _install(table: tuple[Seam, ...]) -> None:
+    version = _check_version()
+    places = [(seam, *_check(seam, version)) for seam in table if seam.target not in _originals]
+    for seam, owner, name, found in places:
+        _originals[seam.target] = found
+        replacement: Any = _resolve(seam.replacement)[2]
+        if isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod):
+            replacement = staticmethod(replacement)
+        setattr(owner, name, replacement)
+
+
+def _check_version() -> str:
+    try:
+        version = importlib.metadata.version("vllm-omni")
+    except importlib.metadata.PackageNotFoundError:
+        raise SeamError("vllm-omni is not installed") from None
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise SeamError(
+            f"vllm-omni {version} is not supported by this health layer, which knows "
+            f"{', '.join(s + '.x' for s in SUPPORTED)}; install a version that fits, or set "
+            "VLLM_OMNI_HEALTH=off to run without the layer"
+        )
+    return version
+
+
+def _check(seam: Seam, version: str) -> tuple[Any, str, Any]:
+    """The owner, the attribute's name and what is there now; SeamError on a mismatch."""
+    try:
+        owner, name, found = _resolve(seam.target, missing=seam.new)
+    except (ImportError, AttributeError) as exc:
+        raise _mismatch(seam, version, f"cannot be found ({exc})") from None
+    if seam.new:
+        if found is not None:
+            raise _mismatch(seam, version, "exists, where none was expected")
+        return owner, name, found
+    if seam.parameters is not None:
+        names = tuple(inspect.signature(found).parameters)
+        if names != seam.parameters:
+            raise _mismatch(seam, version, f"takes {names}, not {seam.parameters}")
+    absent = [member for member in seam.members if not hasattr(found, member)]
+    if absent:
+        raise _mismatch(seam, version, f"has no {', '.join(absent)}")
+    return owner, name, found
+
+
+def _resolve(dotted: str, *, missing: bool = False) -> tuple[Any, str, Any]:
+    module_name, _, path = dotted.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name, getattr(owner, name, None) if missing else getattr(owner, name)
+
+
+def _mismatch(seam: Seam, version: str, problem: str) -> SeamError:
+    return SeamError(
+        f"vllm-omni {version} does not fit this health layer: {seam.target} {problem}; the "
+        f"layer knows {', '.join(s + '.x' for s in SUPPORTED)} (needed because: {seam.why})"
+    )

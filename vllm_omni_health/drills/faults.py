@@ -1,0 +1,81 @@
+"""What can be broken, and what the server has promised to do about it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from vllm_omni_health.drills.chat import ChatRequest
+from vllm_omni_health.drills.tree import Role
+
+EXIT_STATUS = {
+    "engine": 80,
+    "oom": 81,
+    "host_oom": 82,
+    "accelerator": 83,
+    "collective": 84,
+    "process_lost": 85,
+    "hang": 86,
+    "orchestrator": 87,
+}
+"""Exit status of a server by the kind of the fault that ended it."""
+
+START_FAILED = 1
+"""Exit status of a server that could not start."""
+
+KIND_OF_MARK = {
+    "oom": "oom",
+    "accelerator": "accelerator",
+    "collective": "collective",
+    "error": "engine",
+    "exit": "process_lost",
+    "kill": "process_lost",
+    "hang": "hang",
+}
+"""Kind of the fault that a mark in a prompt causes, by the mark's own word."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal to one process of a stage."""
+
+    stage_id: int
+    role: Role = Role.ENGINE_CORE
+    replica_id: int = 0
+    signum: signal.Signals = signal.SIGKILL
+    kind: str = "process_lost"
+    """Kind of the fault that this is to become."""
+
+    def describe(self) -> str:
+        """For people: ``SIGKILL to the engine core of stage 1``."""
+        replica = f" replica {self.replica_id}" if self.replica_id else ""
+        return f"{self.signum.name} to the {self.role} of stage {self.stage_id}{replica}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A prompt that makes a stage of the tiny models fail in its forward pass."""
+
+    stage_id: int
+    word: str = "error"
+    replica_id: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Kind of the fault that this is to become."""
+        return KIND_OF_MARK[self.word]
+
+    def request(self, stages: int) -> ChatRequest:
+        """The request that carries the mark; it gets to the stage quickly."""
+        return ChatRequest(
+            prompt=f"Please fail. <|fault:{self.word}@{self.stage_id}|>",
+            stage_tokens=[2] * stages,
+            label="the one with the mark",
+        )
+
+    def describe(self) -> str:
+        """For people: ``fault mark error in stage 0``."""
+        return f"fault mark {self.word} in stage {self.stage_id}"
+
+
+Injection = Signal | Mark
