@@ -185,12 +185,17 @@ def fault_from_exception(
     they are still unknown.
     """
     fault = _carried_fault(exc) or _make_fault(exc, table)
-    unknown = context.keys() - set(Fault.__struct_fields__)
-    if unknown:
-        # A bug, but not one worth losing the fault for.
-        logger.error("a fault has no field %s", ", ".join(sorted(unknown)))
-    known = {name: value for name, value in context.items() if name not in unknown}
-    return fault.with_context(**known)
+    try:
+        return fault.with_context(**context)
+    except Exception:
+        # A bug in the caller's context, but not one worth losing the fault for.
+        logger.exception("a fault does not take all of its context")
+    for name, value in context.items():
+        try:
+            fault = fault.with_context(**{name: value})
+        except Exception:
+            continue
+    return fault
 
 
 def walk(exc: BaseException) -> Iterator[BaseException]:
