@@ -18,6 +18,7 @@ import annotated_types
 from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from vllm_omni.health.faults import one_line
 
 SWITCH = "VLLM_OMNI_HEALTH"
 """The variable that switches the whole layer on or off."""
@@ -271,5 +272,5 @@ def _shown(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    line = " ".join(text.split())
+    line = one_line(text)
     return line if len(line) <= _SHOWN_LIMIT else line[: _SHOWN_LIMIT - 3] + "..."
