@@ -7,6 +7,7 @@ unless the code in this file or the vocabulary has changed since.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -32,11 +33,11 @@ def _save_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     # "Ġ" is how this tokenizer family writes the space before a word. Without merges no
     # text is ever encoded to a word: words are the model's alone.
-    tokens += [f"Ġ{word}" for word in (*vocabulary.WORDS, *vocabulary.SLOW_WORDS)]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    words = [f"Ġ{word}" for word in (*vocabulary.WORDS, *vocabulary.SLOW_WORDS)]
+    tokens = enumerate((*vocabulary.BYTE_TOKENS, *words))
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in tokens}, merges=[]))
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
@@ -82,11 +83,40 @@ def make_ar(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-MODELS: dict[str, Callable[[Path], None]] = {"ar": make_ar}
+def make_diffusion(folder: Path) -> None:
+    """The tiny diffusion pipeline's index, configuration and random weights."""
+    import torch
+    from omni_tiny_models.transformer import TinyTransformer
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    sizes = {"channels": 4, "width": 64, "heads": 2, "layers": 2}
+    index = {"_class_name": "TinyDiffusionPipeline", "transformer": ["omni_tiny_models", "T"]}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    (folder / "transformer").mkdir()
+    (folder / "transformer" / "config.json").write_text(json.dumps({"sizes": sizes}, indent=2))
+    save_file(
+        TinyTransformer(**sizes).state_dict(),
+        folder / "transformer" / "diffusion_pytorch_model.safetensors",
+    )
+
+
+def make_ar_diffusion(folder: Path) -> None:
+    """Both models in one folder, for a pipeline that has a stage of each."""
+    make_ar(folder)
+    make_diffusion(folder)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "ar": make_ar,
+    "diffusion": make_diffusion,
+    "ar-diffusion": make_ar_diffusion,
+}
 
 
 def _version() -> str:
-    sources = [Path(__file__), Path(vocabulary.__file__)]
+    here = Path(__file__).parent
+    sources = [here / name for name in ("build.py", "vocabulary.py", "transformer.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_tiny_models.vocabulary import text_of
 from vllm_omni.config.stage_config import (
     PipelineConfig,
     StageExecutionType,
@@ -30,6 +31,15 @@ def hand_over_tokens(
     ]
 
 
+def hand_over_text(outputs: list[Any], *_others: Any, **_more: Any) -> dict[str, Any] | None:
+    """A diffusion stage's prompt: the AR stage's prompt, fault marks and all, and its answer."""
+    if not outputs:
+        return None
+    output = outputs[0]
+    tokens = [*(output.prompt_token_ids or ()), *output.outputs[0].cumulative_token_ids]
+    return {"prompt": text_of(tokens)}
+
+
 def _ar_stage(stage: int, last: bool) -> StagePipelineConfig:
     return StagePipelineConfig(
         stage_id=stage,
@@ -53,4 +63,29 @@ def _ar_chain(stages: int) -> PipelineConfig:
     )
 
 
-PIPELINES = tuple(_ar_chain(stages) for stages in (1, 2, 3))
+def _diffusion_stage(stage: int) -> StagePipelineConfig:
+    return StagePipelineConfig(
+        stage_id=stage,
+        model_stage="diffusion",
+        execution_type=StageExecutionType.DIFFUSION,
+        input_sources=(stage - 1,) if stage else (),
+        final_output=True,
+        final_output_type="image",
+        model_arch="TinyDiffusionPipeline",
+        custom_process_input_func=f"{__name__}.hand_over_text" if stage else None,
+    )
+
+
+_DIFFUSION = PipelineConfig(
+    model_type="tiny_diffusion",
+    model_arch="TinyDiffusionPipeline",
+    stages=(_diffusion_stage(0),),
+)
+
+_AR_DIFFUSION = PipelineConfig(
+    model_type="tiny_ar_diffusion",
+    model_arch="TinyOmniModel",
+    stages=(_ar_stage(0, last=False), _diffusion_stage(1)),
+)
+
+PIPELINES = (*(_ar_chain(stages) for stages in (1, 2, 3)), _DIFFUSION, _AR_DIFFUSION)

@@ -8,6 +8,7 @@ def register() -> None:
     from omni_tiny_models.pipelines import PIPELINES
     from vllm.model_executor.models import ModelRegistry
     from vllm_omni.config.pipeline_registry import OMNI_PIPELINES, register_pipeline
+    from vllm_omni.diffusion.registry import register_diffusion_model
     from vllm_omni.model_executor.models.registry import OmniModelRegistry
 
     for registry in (ModelRegistry, OmniModelRegistry):
@@ -15,3 +16,9 @@ def register() -> None:
     for pipeline in PIPELINES:
         if pipeline.model_type not in OMNI_PIPELINES:
             register_pipeline(pipeline)
+    register_diffusion_model(
+        "TinyDiffusionPipeline",
+        "omni_tiny_models.diffusion",
+        "TinyDiffusionPipeline",
+        post_process_func_name="image_postprocessor",
+    )

@@ -6,9 +6,24 @@ the model answers with; one "slow" word a stage; chat and fault marks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from omni_tiny_models.faults import KINDS, STAGES, mark
 
 _BYTES = 256
+
+
+def _byte_alphabet() -> list[tuple[str, int]]:
+    """The printable character that byte-level tokenizers write for each byte, sorted by it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_BYTES) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable]
+    pairs += [(chr(_BYTES + i), byte) for i, byte in enumerate(others)]
+    return sorted(pairs)
+
+
+BYTE_TOKENS = tuple(character for character, _ in _byte_alphabet())
+_BYTE_OF_TOKEN = tuple(byte for _, byte in _byte_alphabet())
 
 WORDS = tuple(
     """
@@ -46,3 +61,16 @@ SLOW_WORD_ID = {stage: FIRST_SLOW_WORD + i for i, stage in enumerate(STAGES)}
 CHAT_END_ID = FIRST_SPECIAL + SPECIALS.index(CHAT_END)
 END_OF_TEXT_ID = FIRST_SPECIAL + SPECIALS.index(END_OF_TEXT)
 SIZE = FIRST_SPECIAL + len(SPECIALS)
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """The text that tokens stand for, marks included, without a tokenizer at hand."""
+    parts = bytearray()
+    for token in token_ids:
+        if token < FIRST_WORD:
+            parts.append(_BYTE_OF_TOKEN[token])
+        elif token < FIRST_SPECIAL:
+            parts += f" {(*WORDS, *SLOW_WORDS)[token - FIRST_WORD]}".encode()
+        else:
+            parts += SPECIALS[token - FIRST_SPECIAL].encode()
+    return parts.decode(errors="replace")

@@ -1,0 +1,102 @@
+"""The tiny diffusion pipeline: denoises a small image and obeys fault marks as it does.
+
+A real pipeline in miniature: bytes of the prompt as text embedding, a transformer of two
+blocks over image and text tokens with vllm-omni's attention, a decoder to RGB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from omni_tiny_models.faults import inject, kinds_in
+from omni_tiny_models.transformer import DECODER_SCALE, TinyTransformer
+from torch import nn
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+MAX_TEXT = 128
+DEFAULT_SIZE = 64
+DEFAULT_STEPS = 20
+
+
+def _attention(heads: int, head_size: int, name: str) -> Attention:
+    return Attention(
+        num_heads=heads,
+        head_size=head_size,
+        causal=False,
+        softmax_scale=head_size**-0.5,
+        prefix=f"transformer.{name}",
+    )
+
+
+class TinyDiffusionPipeline(nn.Module):
+    """What vllm-omni's diffusion model runner loads and calls."""
+
+    # Read by vllm-omni to find a pipeline's parts.
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    _encoder_modules: ClassVar[list[str]] = []
+    _vae_modules: ClassVar[list[str]] = []
+    _resident_modules: ClassVar[list[str]] = []
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
+        super().__init__()
+        self._stage = od_config.stage_id
+        folder = Path(str(od_config.model)) / "transformer"
+        sizes = json.loads((folder / "config.json").read_text())["sizes"]
+        self._channels = sizes["channels"]
+        self.transformer = TinyTransformer(**sizes, make_attention=_attention)
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(
+                model_or_path=str(od_config.model),
+                subfolder="transformer",
+                revision=None,
+                prefix="transformer.",
+            )
+        ]
+
+    @torch.inference_mode()
+    def forward(self, req: DiffusionRequestBatch) -> DiffusionOutput:
+        """Denoise one request. Faults strike half-way, slowness at every step."""
+        prompt = req.prompts[0]
+        text = prompt if isinstance(prompt, str) else (prompt.get("prompt") or "")
+        kinds = kinds_in(text, self._stage)
+        params = req.sampling_params
+        steps = params.num_inference_steps or DEFAULT_STEPS
+        height, width = params.height or DEFAULT_SIZE, params.width or DEFAULT_SIZE
+        images = max(params.num_outputs_per_prompt, 1)
+
+        latents = torch.randn(
+            (images, self._channels, height // DECODER_SCALE, width // DECODER_SCALE),
+            generator=params.generator,
+        )
+        encoded = list(text.encode()[:MAX_TEXT]) or [0]
+        tokens = torch.tensor([encoded] * images)
+        for step in range(steps):
+            for kind in kinds:
+                if kind == "slow" or step == steps // 2:
+                    inject(kind, self._stage)
+            velocity = self.transformer(latents, step / steps, tokens)
+            latents = latents + velocity / steps
+        return DiffusionOutput(output=self.transformer.decode(latents))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill in the saved weights; returns the names of those that were there."""
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, value in weights:
+            parameters[name].data.copy_(value)
+            loaded.add(name)
+        return loaded
+
+
+def image_postprocessor(od_config: OmniDiffusionConfig) -> Callable[[torch.Tensor], list[Any]]:
+    """Turns a batch of RGB tensors into images, in the server process."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    return VaeImageProcessor(vae_scale_factor=DECODER_SCALE).postprocess
