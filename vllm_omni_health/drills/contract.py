@@ -102,11 +102,21 @@ def degraded(survey: Survey, stages: Sequence[int], fault: ExpectedFault) -> lis
     return broken + history(survey.history, DEGRADED, fault)
 
 
-def dead(survey: Survey, stages: Sequence[int], fault: ExpectedFault) -> list[str]:
-    """A server that can serve no more, still answering."""
+def dead(
+    survey: Survey,
+    stages: Sequence[int],
+    fault: ExpectedFault,
+    *,
+    lost: Iterable[tuple[int, int]] = (),
+) -> list[str]:
+    """A server that can serve no more, still answering.
+
+    ``lost``: stage and replica of those that were lost before.
+    """
     broken = [*_statuses(survey, health=503, live=503)]
     broken += _health_body(survey.health, "unhealthy", "DEAD", accepting=False)
-    broken += _stages(survey.health, stages, lost=((fault.stage_id, fault.replica_id),))
+    all_lost = [*lost, (fault.stage_id, fault.replica_id)]
+    broken += _stages(survey.health, stages, lost=all_lost)
     broken += _fault_shown(survey.health, fault)
     for call in survey.newcomers:
         broken += refused_call(call, fault)
@@ -216,6 +226,7 @@ def _stages(
         for stage in body.get("stages") or ()
         for replica in stage["replicas"]
     }
+    gone = set(lost)
     wanted = [(stage, replica) for stage, count in enumerate(stages) for replica in range(count)]
     if list(shown) != wanted:
         yield f"/health shows stages and replicas {list(shown)}, not {wanted}"
@@ -223,7 +234,7 @@ def _stages(
         if not isinstance(replica.get("pid"), int):
             yield f"/health: replica {place} has pid {replica.get('pid')!r}"
         state = replica.get("state")
-        if (state == "lost") is not (place in set(lost)) and state != "closed":
+        if (state == "lost") is not (place in gone):
             yield f"/health: replica {place} is {state!r}"
 
 

@@ -25,6 +25,9 @@ _LOAD_S = 60.0
 _SETTLED_S = 0.2
 """A fault's reason settles for up to 0.1 s; a survey taken after that shows the final one."""
 
+_LAST_S = 5.0
+"""How long the last bytes and helper processes may take once the server has ended."""
+
 _RACE_S = 0.1
 """An answer that was complete this soon after the fault may have been on its way before it."""
 
@@ -213,16 +216,27 @@ class Drill:
                 await watcher
         if self.load is not None:
             self.load.stop()
-            await self.load.settled(timeout_s if findings.ending is None else 5.0)
+            await self.load.settled(timeout_s if findings.ending is None else _LAST_S)
+        if findings.ending is not None:
+            # Python's resource tracker ends when it sees that the server has.
+            await self.server.wait_processes_gone(_LAST_S)
         self.collect(findings)
 
     async def watch_stages_gone(self, findings: Findings, timeout_s: float) -> list[Member]:
         """Wait until no engine core and no worker is left; those that are, in the end."""
-        roles = (Role.ENGINE_CORE, Role.WORKER)
-        left = await self.server.wait_processes_gone(timeout_s, roles)
+        left = await self.server.wait_processes_gone(timeout_s, _of_a_stage)
         if not left:
             findings.stages_gone_at = time.monotonic()
         return left
+
+    async def watch_replica_gone(self, findings: Findings, timeout_s: float) -> list[Member]:
+        """Wait until nothing is left of the replica that was hit; what is, in the end."""
+        hit = (findings.injection.stage_id, findings.injection.replica_id)
+
+        def of_replica(member: Member) -> bool:
+            return _of_a_stage(member) and (member.stage_id, member.replica_id or 0) == hit
+
+        return await self.server.wait_processes_gone(timeout_s, of_replica)
 
     def collect(self, findings: Findings) -> None:
         """Put what was recorded so far into the findings."""
@@ -234,8 +248,7 @@ class Drill:
 
     async def _watch_stages(self, findings: Findings) -> None:
         while findings.stages_gone_at is None:
-            alive = self.server.tree.left()
-            if not any(m.role in (Role.ENGINE_CORE, Role.WORKER) for m in alive):
+            if not any(_of_a_stage(member) for member in self.server.tree.left()):
                 findings.stages_gone_at = time.monotonic()
             await asyncio.sleep(TREE_POLL_S)
 
@@ -257,6 +270,10 @@ class Drill:
         load = Load(self.server.url, (), on_end=self._on_call)
         self._loads.append(load)
         return load
+
+
+def _of_a_stage(member: Member) -> bool:
+    return member.role in (Role.ENGINE_CORE, Role.WORKER)
 
 
 def _set_raced_apart(findings: Findings) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from vllm_omni_health.drills.chat import new_client
-from vllm_omni_health.drills.tree import Member, ProcessId, ProcessTree, Role
+from vllm_omni_health.drills.tree import Member, ProcessId, ProcessTree
 
 READY_POLL_S = 0.25
 GONE_POLL_S = 0.02
@@ -139,15 +139,15 @@ class Server:
         return self.ending
 
     async def wait_processes_gone(
-        self, timeout_s: float, roles: Sequence[Role] = tuple(Role)
+        self, timeout_s: float, which: Callable[[Member], bool] = lambda _member: True
     ) -> list[Member]:
-        """Wait until no process with one of these roles is left, the server's own aside.
+        """Wait until none of ``which`` is left, the server's own process aside.
 
         Who is still left after ``timeout_s``. Looks every GONE_POLL_S.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            left = [member for member in self.tree.left() if member.role in roles]
+            left = [member for member in self.tree.left() if which(member)]
             if not left or time.monotonic() >= deadline:
                 return left
             await asyncio.sleep(GONE_POLL_S)

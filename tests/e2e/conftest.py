@@ -1,0 +1,67 @@
+"""Real servers for the end-to-end tests: tiny models, real engine cores, one server at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+from deployments import SERVE
+
+from vllm_omni_health.drills.server import Server, free_port, running
+
+START_S = 300.0
+"""A hang guard; a start takes half a minute on two cores that have nothing else to do."""
+
+Serve = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("VLLM_OMNI_HEALTH"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def termination_log(tmp_path: Path) -> Path:
+    """The file in which the server is to leave its reason."""
+    return tmp_path / "termination.log"
+
+
+@pytest.fixture
+def serve(tmp_path: Path, termination_log: Path) -> Serve:
+    """``async with serve("ar-1", policy="hold") as server``: ready on entering, gone on leaving.
+
+    Keywords are settings, further arguments options of ``vllm serve``. Logs are in a folder of
+    their own for each server.
+    """
+
+    @contextlib.asynccontextmanager
+    async def start(
+        deployment: str, *options: str, ready: bool = True, **settings: object
+    ) -> AsyncIterator[Server]:
+        port = free_port()
+        env = {f"VLLM_OMNI_HEALTH_{name.upper()}": str(v) for name, v in settings.items()}
+        env["VLLM_OMNI_HEALTH_TERMINATION_LOG"] = str(termination_log)
+        async with running(
+            [str(SERVE), deployment, "--port", str(port), *options],
+            url=f"http://127.0.0.1:{port}",
+            folder=tmp_path / f"server-{Server.started + 1}",
+            env=env,
+        ) as server:
+            if ready:
+                await server.wait_ready(START_S)
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment_is_there() -> None:
+    done = subprocess.run([SERVE, "--list"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

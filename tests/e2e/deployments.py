@@ -1,0 +1,8 @@
+"""Where the tests find what they serve."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SERVE = ROOT / "examples" / "cpu" / "serve"
+VLLM = ROOT / ".venv" / "bin" / "vllm"
+MODEL = ROOT / "build" / "cpu-models" / "ar"

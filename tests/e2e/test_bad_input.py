@@ -1,0 +1,132 @@
+"""What the person who starts the server can put right is said in one line, with status 1."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from deployments import MODEL, SERVE, VLLM
+
+from vllm_omni_health.drills.server import free_port, running
+
+_AT_ONCE = 2
+_GUARD_S = 180.0
+
+
+@dataclass
+class Case:
+    """A command that is to fail, and what its one line on stderr has to name."""
+
+    command: list[str]
+    names: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    status: int = 1
+
+
+@dataclass
+class Result:
+    status: int | None
+    stderr: str
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    other_version = tmp_path_factory.mktemp("other-version")
+    info = other_version / "vllm_omni-0.31.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.31.0\n")
+    serve = [str(SERVE), "ar-1"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        yield {
+            "unknown-setting": Case(
+                serve, ("VLLM_OMNI_HEALTH_EXIT_GRACE",), {"VLLM_OMNI_HEALTH_EXIT_GRACE": "3"}
+            ),
+            "wrong-value": Case(
+                [*serve, "--additional-config", '{"health": {"exit_grace_s": "soon"}}'],
+                ("health.exit_grace_s", '"soon"', "a number of seconds"),
+            ),
+            "wrong-switch": Case(
+                serve, ("VLLM_OMNI_HEALTH", "maybe"), {"VLLM_OMNI_HEALTH": "maybe"}
+            ),
+            "unsupported-upstream": Case(
+                serve, ("0.31.0", "0.30"), {"PYTHONPATH": str(other_version)}
+            ),
+            "missing-deploy-file": Case(
+                [
+                    *(str(VLLM), "serve", str(MODEL), "--omni"),
+                    *("--deploy-config", "no-such-file.yaml"),
+                ],
+                ("no-such-file.yaml",),
+            ),
+            "port-in-use": Case([*serve, "--port", port], (port, "in use")),
+            "unknown-option": Case([*serve, "--no-such-option"], ("--no-such-option",), status=2),
+            "unknown-deployment": Case(
+                [str(SERVE), "no-such-deployment"], ("no-such-deployment",), status=2
+            ),
+        }
+
+
+@pytest.fixture(scope="module")
+def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """All of them are tried, a few at a time: most of each is importing vLLM."""
+
+    async def try_all() -> dict[str, Result]:
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def attempt(name: str, case: Case) -> Result:
+            folder = tmp_path_factory.mktemp(name)
+            async with (
+                turn,
+                running(case.command, url="http://-", folder=folder, env=case.env) as s,
+            ):
+                ending = await s.wait_end(_GUARD_S)
+                left = await s.wait_processes_gone(5)
+                return Result(
+                    None if ending is None else ending.status,
+                    s.stderr,
+                    [member.describe() for member in left],
+                )
+
+        async with asyncio.TaskGroup() as group:
+            tasks = {name: group.create_task(attempt(name, case)) for name, case in cases.items()}
+        return {name: task.result() for name, task in tasks.items()}
+
+    return asyncio.run(try_all())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unknown-setting",
+        "wrong-value",
+        "wrong-switch",
+        "unsupported-upstream",
+        "missing-deploy-file",
+        "port-in-use",
+    ],
+)
+def test_is_told_in_one_line(cases: dict[str, Case], results: dict[str, Result], name: str) -> None:
+    case, result = cases[name], results[name]
+    assert result.status == case.status, result.stderr
+    ours = [line for line in result.stderr.splitlines() if "vllm serve --omni:" in line]
+    assert len(ours) == 1, result.stderr
+    for word in case.names:
+        assert word in ours[0]
+    assert "Traceback" not in result.stderr
+    assert result.left == []
+
+
+@pytest.mark.parametrize("name", ["unknown-option", "unknown-deployment"])
+def test_usage_is_status_2(cases: dict[str, Case], results: dict[str, Result], name: str) -> None:
+    case, result = cases[name], results[name]
+    assert result.status == case.status, result.stderr
+    assert all(word in result.stderr for word in case.names)
+    assert "Traceback" not in result.stderr
+    assert result.left == []

@@ -1,0 +1,178 @@
+"""A stage that can serve no more: everyone is told at once, and the server ends with the reason.
+
+Each case breaks a server for good, so each starts one, and looks at everything in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_health.drills import contract
+from vllm_omni_health.drills.contract import ExpectedFault
+from vllm_omni_health.drills.drill import Drill, Findings, InvalidDrill, fatal_drill, told
+from vllm_omni_health.drills.faults import Injection, Mark, Signal
+from vllm_omni_health.drills.server import Server
+from vllm_omni_health.drills.tree import Role
+
+AR_1, AR_2, AR_3 = ("ar-1", (1,)), ("ar-2", (1, 1)), ("ar-3", (1, 1, 1))
+
+
+def case(deployment, injection, *, slow=False):
+    marks = [pytest.mark.slow] if slow else []
+    name = f"{deployment[0]}: {injection.describe()}".replace(" ", "-")
+    return pytest.param(*deployment, injection, marks=marks, id=name)
+
+
+FATAL = [
+    case(AR_1, Signal(stage_id=0)),
+    case(AR_1, Mark(stage_id=0)),
+    case(AR_1, Signal(stage_id=0, role=Role.WORKER)),
+    case(AR_2, Signal(stage_id=0), slow=True),
+    case(AR_2, Signal(stage_id=1)),
+    case(AR_2, Mark(stage_id=0), slow=True),
+    case(AR_2, Mark(stage_id=1)),
+    case(AR_2, Signal(stage_id=1, role=Role.WORKER), slow=True),
+    case(AR_3, Signal(stage_id=0), slow=True),
+    case(AR_3, Signal(stage_id=1)),
+    case(AR_3, Signal(stage_id=2), slow=True),
+    case(AR_3, Mark(stage_id=0), slow=True),
+    case(AR_3, Mark(stage_id=1), slow=True),
+    case(AR_3, Mark(stage_id=2), slow=True),
+]
+
+
+@pytest.mark.parametrize(("deployment", "stages", "injection"), FATAL)
+def test_fault_is_told_to_everyone_and_ends_the_server(
+    serve, termination_log: Path, deployment: str, stages: tuple[int, ...], injection: Injection
+) -> None:
+    async def drill() -> tuple[Server, Findings]:
+        async with serve(deployment, exit_grace_s=2) as server:
+            return server, await fatal_drill(server, stages, injection)
+
+    server, findings = run_until_valid(drill)
+    fault = ExpectedFault(injection.kind, injection.stage_id)
+    promises = everyone_was_told(findings, fault, plain=len(stages), streams=len(stages))
+    assert findings.before is not None
+    promises += contract.healthy(findings.before, stages)
+    if findings.after is None:
+        promises.append("/health never changed")
+    else:
+        promises += contract.dead(findings.after, stages, fault)
+    promises += ended_with_the_reason(server, findings, fault, termination_log)
+    assert promises == [], told(findings)
+
+
+def test_one_of_two_replicas_is_lost_then_the_other(serve, termination_log: Path) -> None:
+    """With a survivor the server goes on, degraded; without one it ends."""
+    stages = (2,)
+    first, second = ExpectedFault("process_lost", 0, 0), ExpectedFault("process_lost", 0, 1)
+
+    async def drill() -> tuple[Server, Findings, Findings]:
+        async with (
+            serve("ar-replicas", exit_grace_s=2) as server,
+            Drill(server, stages) as drill,
+        ):
+            # Two of each, so that each replica has work.
+            load = await drill.put_under_load(drill.one_of_each() * 2)
+            degraded = await drill.inject(Signal(stage_id=0, replica_id=0))
+            await drill.until(lambda view: view.state != "HEALTHY", degraded, 30)
+            await drill.look_around(degraded)
+            await load.settled(120)
+            assert await drill.watch_replica_gone(degraded, 30) == []
+            drill.collect(degraded)
+
+            await drill.put_under_load(drill.one_of_each())
+            dead = await drill.inject(Signal(stage_id=0, replica_id=1))
+            if await drill.until(lambda view: view.status != 200, dead, 30):
+                await drill.look_around(dead)
+            await drill.watch_to_the_end(dead, 90)
+            return server, degraded, dead
+
+    server, degraded, dead = run_until_valid(drill)
+    promises = []
+    assert degraded.before is not None
+    promises += contract.healthy(degraded.before, stages)
+    assert degraded.after is not None, told(degraded)
+    promises += contract.degraded(degraded.after, stages, first)
+    failed = [call for call in degraded.struck if call.outcome == "failed"]
+    for call in failed:
+        promises += contract.failed_call(call, first)
+    assert {call.outcome for call in degraded.struck} == {"failed", "answered"}, told(degraded)
+    statuses = {view.status for view in degraded.health if view.at < dead.zero}
+    assert statuses == {200}, told(degraded)
+
+    promises += everyone_was_told(dead, second, plain=1, streams=1)
+    assert dead.after is not None, told(dead)
+    promises += contract.dead(dead.after, stages, second, lost=[(0, 0)])
+    promises += ended_with_the_reason(server, dead, second, termination_log)
+    assert promises == [], told(degraded) + "\n" + told(dead)
+
+
+def test_hold_stays_up_with_503_and_frees_the_stages(serve, termination_log: Path) -> None:
+    """Policy ``hold``: stages are closed, the answers stay, the status is the fault's."""
+    stages = (1, 1)
+    fault = ExpectedFault("process_lost", 0)
+
+    async def drill() -> tuple[Server, Findings, list[str]]:
+        async with serve("ar-2", policy="hold") as server, Drill(server, stages) as drill:
+            await drill.put_under_load(drill.one_of_each())
+            findings = await drill.inject(Signal(stage_id=0))
+            await drill.until(lambda view: view.status != 200, findings, 30)
+            left = await drill.watch_stages_gone(findings, 60)
+            # Longer than a server under policy exit would have stayed.
+            held = await server.wait_end(8)
+            await drill.look_around(findings)
+            server.send(15)
+            await drill.watch_to_the_end(findings, 90)
+            broken = [f"the server holds {member.describe()}" for member in left]
+            if held is not None:
+                broken.append(f"the server ended by itself with {held.status}")
+            return server, findings, broken
+
+    server, findings, promises = run_until_valid(drill)
+    promises += everyone_was_told(findings, fault, plain=2, streams=2)
+    assert findings.after is not None
+    promises += contract.dead(findings.after, stages, fault)
+    promises += ended_with_the_reason(server, findings, fault, termination_log)
+    assert promises == [], told(findings)
+
+
+def run_until_valid(drill):
+    """Run a drill; once more if its load was not in flight at the injection."""
+    try:
+        return asyncio.run(drill())
+    except InvalidDrill:
+        return asyncio.run(drill())
+
+
+def everyone_was_told(
+    findings: Findings, fault: ExpectedFault, *, plain: int, streams: int
+) -> list[str]:
+    """Every request in flight has failed with an answer; there were as many as meant."""
+    streaming = sum(call.stream for call in findings.struck)
+    assert (len(findings.struck) - streaming, streaming) == (plain, streams)
+    promises = [what for call in findings.struck for what in contract.failed_call(call, fault)]
+    hung = [call for call in findings.calls if call.outcome == "given up"]
+    return promises + [f"request {call.number} was never answered" for call in hung]
+
+
+def ended_with_the_reason(
+    server: Server, findings: Findings, fault: ExpectedFault, termination_log: Path
+) -> list[str]:
+    """The exit status, the reason, and nothing left."""
+    text = termination_log.read_text() if termination_log.exists() else None
+    promises = contract.reason(text, server.stderr, fault)
+    status = None if findings.ending is None else findings.ending.status
+    if status != fault.exit_status:
+        promises.append(f"exit status {status}, not {fault.exit_status}")
+    promises += [f"left: {member.describe()}" for member in findings.processes_left]
+    if "destroy_process_group() was not called" in server.stdout + server.stderr:
+        promises.append("the log warns about destroy_process_group()")
+    for prompt in ("seaside", "Please fail"):
+        if text is not None and prompt in json.dumps(text):
+            promises.append("the termination log shows a prompt")
+    return promises
