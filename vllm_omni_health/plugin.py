@@ -47,8 +47,11 @@ def register() -> None:
 
     try:
         if not enabled():
-            print(f"vllm serve --omni: the health layer is off ({SWITCH}="
-                  f"{os.environ.get(SWITCH)})", file=sys.stderr, flush=True)
+            print(
+                f"vllm serve --omni: the health layer is off ({SWITCH}={os.environ.get(SWITCH)})",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         seams.install_command()
     except (seams.SeamError, SettingsError) as exc:

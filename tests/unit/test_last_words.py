@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.last_words import LastWordsReader, LastWordsWriter, WorkerRef
 

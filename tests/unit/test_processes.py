@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
 from vllm_omni.health.processes import (
     ExitStatus,
     ProcessIdentity,

@@ -7,7 +7,6 @@ import json
 import httpx
 import pytest
 import uvicorn
-
 from vllm_omni.entrypoints.request_guard import RequestGuard
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
@@ -130,14 +129,16 @@ def test_a_stream_ends_with_one_error_event_and_done():
 
 def test_raw_audio_is_cut_off_so_that_the_client_sees_an_error():
     async def scenario():
-        async with serving() as (client, guard, machine, _):
-            async with client.stream("POST", "/audio") as answer:
-                chunks = answer.aiter_bytes()
-                assert await anext(chunks) == b"RIFF"
-                machine.replica_lost(0, 0, FAULT)
-                await guard.fail_all_by_fault()
-                with pytest.raises(httpx.RemoteProtocolError):
-                    await anext(chunks)
+        async with (
+            serving() as (client, guard, machine, _),
+            client.stream("POST", "/audio") as answer,
+        ):
+            chunks = answer.aiter_bytes()
+            assert await anext(chunks) == b"RIFF"
+            machine.replica_lost(0, 0, FAULT)
+            await guard.fail_all_by_fault()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(chunks)
 
     run(scenario)
 
@@ -177,7 +178,7 @@ def test_shutdown_answers_with_503():
 
 def test_many_requests_are_failed_together_and_the_client_that_is_gone_holds_nobody_up():
     async def scenario():
-        async with serving() as (client, guard, machine, app):
+        async with serving() as (client, guard, machine, _):
             calls = [asyncio.create_task(client.post("/wait")) for _ in range(20)]
             while guard.in_flight < 20:
                 await asyncio.sleep(0.01)

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
-
 from vllm_omni.health.faults import Fault, FaultDecodeError
 from vllm_omni.health.runtime import current
 

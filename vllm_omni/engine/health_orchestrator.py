@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
@@ -40,11 +39,18 @@ Upstream allows its processes 5 s after SIGTERM before it kills them itself."""
 class HealthOrchestratorMixin:
     """What both orchestrators get. Lives on the orchestrator's loop, in its thread."""
 
-    _health: HealthRuntime
+    # Upstream's, used here.
+    stage_pools: list[Any]
+    request_states: dict[str, Any]
+    output_async_queue: Any
+    _shutdown_event: asyncio.Event
+    _cfg_tracker: Any
+    _remove_stage_replica_waiting: Callable[[int, int], None]
+    _cleanup_request_ids: Callable[..., Coroutine[Any, Any, Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._health = require()
+        self._health: HealthRuntime = require()
         self._wake = asyncio.Event()
         self._evicted: set[tuple[int, int]] = set()
         self._closers: set[asyncio.Task[None]] = set()
@@ -101,7 +107,7 @@ class HealthOrchestratorMixin:
                 # It passed admission before the service died and arrives after the sweep.
                 await self._send_failure(request_id, None, self._health.machine.reason)
                 return True
-        return await super()._dispatch_message(msg)  # type: ignore[misc,no-any-return]
+        return await super()._dispatch_message(msg)  # type: ignore[misc]
 
     async def _handle_dead_replica(
         self, stage_id: int, replica_id: int, error: BaseException
@@ -256,7 +262,9 @@ class HealthOrchestratorMixin:
         except TimeoutError:
             logger.error(
                 "[health] stage %d replica %d did not close within %.0f s; killing it",
-                stage_id, replica_id, _CLIENT_CLOSE_S,
+                stage_id,
+                replica_id,
+                _CLIENT_CLOSE_S,
             )
         except Exception:
             logger.exception("[health] closing stage %d replica %d failed", stage_id, replica_id)
@@ -298,9 +306,9 @@ def _in_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
     return future
 
 
-class HealthOrchestrator(HealthOrchestratorMixin, Orchestrator):  # type: ignore[misc]
+class HealthOrchestrator(HealthOrchestratorMixin, Orchestrator):
     """The turn-based orchestrator with a health state."""
 
 
-class HealthDuplexOrchestrator(HealthOrchestratorMixin, DuplexOrchestrator):  # type: ignore[misc]
+class HealthDuplexOrchestrator(HealthOrchestratorMixin, DuplexOrchestrator):
     """The duplex orchestrator with a health state."""

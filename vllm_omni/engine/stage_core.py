@@ -13,17 +13,15 @@ import sys
 from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
-
-from vllm_omni.engine import stage_engine_core_proc as upstream
 from vllm_omni.engine.fault_channel import fault_outputs
+from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.last_words import LastWordsWriter, WorkerRef
 from vllm_omni.health.processes import ExitStatus
-from vllm_omni_health.plugin import STAGE_MARK
 
-_UpstreamStageEngineCoreProc = upstream.StageEngineCoreProc
+from vllm_omni_health.plugin import STAGE_MARK
 
 _words: LastWordsWriter | None = None
 """This process's end of its last-words pipe; there is one engine core per process."""
@@ -44,7 +42,7 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> None:
         _words = LastWordsWriter(last_words.fileno())
     try:
         seams.install_stage_process()
-        _UpstreamStageEngineCoreProc.run_stage_core(*args, **kwargs)
+        StageEngineCoreProc.run_stage_core(*args, **kwargs)
     except Exception as exc:
         # Covers model load, when there is no output queue yet. After a fault that went out
         # through the queue this line is a repetition, which the supervisor recognises.
@@ -52,7 +50,7 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> None:
         raise
 
 
-class HealthStageEngineCoreProc(_UpstreamStageEngineCoreProc):  # type: ignore[misc]
+class HealthStageEngineCoreProc(StageEngineCoreProc):
     """Upstream's engine core, with typed last messages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,6 @@ import os
 from typing import Any
 
 from vllm.utils.system_utils import get_mp_context as upstream_get_mp_context
-
 from vllm_omni.engine.stage_core import run_stage_core
 from vllm_omni.health.last_words import LastWordsReader
 from vllm_omni.health.processes import ExitStatus

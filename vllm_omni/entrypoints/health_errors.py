@@ -11,8 +11,8 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
-
 from vllm_omni.entrypoints.health_bodies import fault_body
+from vllm_omni.entrypoints.request_guard import current_request_id
 from vllm_omni.health import seams
 from vllm_omni.health.runtime import require
 
@@ -46,6 +46,6 @@ def create_streaming_error_response(
 ) -> str:
     """The JSON text of the error event that ends a stream."""
     if isinstance(message, EngineDeadError):
-        return json.dumps(_body(message, None))
+        return json.dumps(_body(message, current_request_id()))
     text: str = seams.original(_STREAM)(self, message, err_type, status_code, param)
     return text

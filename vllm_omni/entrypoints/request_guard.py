@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -46,7 +47,16 @@ _ANSWER_S = 1.0
 """Bound for sending one failure answer: a client that does not read must not hold up the rest."""
 
 
-class Cutoff(Exception):  # noqa: N818 - it is not an error of ours, it ends a response
+_current_call: ContextVar[_Call | None] = ContextVar("health_current_call", default=None)
+
+
+def current_request_id() -> str | None:
+    """The id of the request that the calling code works for, where the guard has seen it."""
+    call = _current_call.get()
+    return None if call is None else call.request_id
+
+
+class Cutoff(Exception):
     """Raised into the HTTP server to break off a response that has no way to say an error."""
 
 
@@ -218,6 +228,7 @@ class RequestGuard:
         call = _Call(scope, send)
         self._calls.add(call)
         self._idle.clear()
+        _current_call.set(call)
         try:
             await self._run_application(call, scope, receive)
         finally:
@@ -236,8 +247,9 @@ class RequestGuard:
         except Exception:
             if not call.taken_over:
                 raise
-            logger.debug("[health] the application failed after its call was taken over",
-                         exc_info=True)
+            logger.debug(
+                "[health] the application failed after its call was taken over", exc_info=True
+            )
         call.running = False
         if call.taken_over:
             if call.task is not None and call.answered.is_set():

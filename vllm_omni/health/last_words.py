@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Iterator
 
 import msgspec
-
 from vllm_omni.health.faults import Fault
 
 _READ_CHUNK = 65536

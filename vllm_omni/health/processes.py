@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
+import time
 from dataclasses import dataclass
 
 _STAT_PPID = 3
@@ -220,3 +222,30 @@ def kill_group(leader: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def await_ends(pids: list[int], timeout_s: float) -> list[int]:
+    """Wait for these processes to end; the pids that have not after ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    left = []
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        try:
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                left.append(pid)
+        finally:
+            os.close(fd)
+    return left
+
+
+def reap(pid: int) -> None:
+    """Take the exit status of a child that has ended, so that no zombie is left of it."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        # Not our child, or reaped already.
+        pass

@@ -22,6 +22,7 @@ from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.processes import (
     ExitStatus,
     ProcessIdentity,
+    await_ends,
     exit_under_way,
     group_members,
     kill_group,
@@ -29,6 +30,7 @@ from vllm_omni.health.processes import (
     open_thread_pidfds,
     parent_pid,
     peek_exit_status,
+    reap,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class _Replica:
     words: LastWordsReader | None = None
     closing: bool = False
     lost: bool = False
+    faults: list[Fault] = field(default_factory=list)
     processes: list[_Watched] = field(default_factory=list)
 
 
@@ -187,6 +190,10 @@ class Supervisor:
         key = (fault.stage_id, fault.replica_id)
         with self._lock:
             replica = self._replicas.get(key)
+            if replica is not None and fault in replica.faults:
+                return  # stated on the queue and as last words: the same one
+            if replica is not None:
+                replica.faults.append(fault)
             known = replica is not None and replica.lost
             wanted = self._closing_all or (replica is not None and replica.closing and not known)
             if replica is not None and not wanted:
@@ -208,14 +215,21 @@ class Supervisor:
         if replica is not None:
             kill_group(replica.core)
 
-    def kill_all(self) -> list[int]:
-        """SIGKILL every replica's process group; the pids that were alive."""
+    def kill_all(self, wait_s: float = 2.0) -> list[int]:
+        """SIGKILL every replica's process group and wait for up to ``wait_s`` for their ends.
+
+        Returns the pids that were alive. Blocks; not for an event loop's thread unless the
+        process is ending anyway.
+        """
         self.all_closing()
         killed = self.leftovers()
         with self._lock:
             cores = [replica.core for replica in self._replicas.values()]
         for core in cores:
             kill_group(core)
+        await_ends(killed, wait_s)
+        for core in cores:
+            reap(core.pid)
         return killed
 
     def leftovers(self) -> list[int]:
@@ -348,9 +362,7 @@ class Supervisor:
             logger.debug("[health] %s %s", watched.role, status.describe())
             return
         self.report(
-            self._lost_fault(
-                watched.key, watched.identity.pid, watched.role, watched.rank, status
-            )
+            self._lost_fault(watched.key, watched.identity.pid, watched.role, watched.rank, status)
         )
 
     @staticmethod
