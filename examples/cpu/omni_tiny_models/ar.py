@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
-from omni_tiny_models import vocabulary
-from omni_tiny_models.faults import inject
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.sequence import IntermediateTensors
+
+from omni_tiny_models import vocabulary
+from omni_tiny_models.faults import inject
 
 
 class TinyOmniModel(Qwen2ForCausalLM):
@@ -60,7 +62,7 @@ class TinyOmniModel(Qwen2ForCausalLM):
         """Mark the last row of every slow request, the one its next token is read from."""
         hidden = hidden.clone()
         bounds = starts.tolist() if starts is not None else [0, len(slow)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             if slow[start:end].any():
                 hidden[end - 1] = torch.inf
         return hidden

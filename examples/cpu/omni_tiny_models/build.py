@@ -86,8 +86,9 @@ def make_ar(folder: Path) -> None:
 def make_diffusion(folder: Path) -> None:
     """The tiny diffusion pipeline's index, configuration and random weights."""
     import torch
-    from omni_tiny_models.transformer import TinyTransformer
     from safetensors.torch import save_file
+
+    from omni_tiny_models.transformer import TinyTransformer
 
     torch.manual_seed(0)
     sizes = {"channels": 4, "width": 64, "heads": 2, "layers": 2}

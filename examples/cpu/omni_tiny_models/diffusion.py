@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from omni_tiny_models.faults import inject, kinds_in
-from omni_tiny_models.transformer import DECODER_SCALE, TinyTransformer
 from torch import nn
 from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+from omni_tiny_models.faults import inject, kinds_in
+from omni_tiny_models.transformer import DECODER_SCALE, TinyTransformer
 
 MAX_TEXT = 128
 DEFAULT_SIZE = 64

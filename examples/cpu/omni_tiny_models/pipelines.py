@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from omni_tiny_models.vocabulary import text_of
 from vllm_omni.config.stage_config import (
     PipelineConfig,
     StageExecutionType,
     StagePipelineConfig,
 )
 from vllm_omni.inputs.data import OmniTokensPrompt
+
+from omni_tiny_models.vocabulary import text_of
 
 
 def hand_over_tokens(
@@ -31,6 +32,13 @@ def hand_over_tokens(
     ]
 
 
+def text_only(prompt: Any, _sampling_params: Any = None) -> Any:
+    """An image request as the AR stage takes it: without sizes meant for image processors."""
+    if not isinstance(prompt, dict):
+        return prompt
+    return {key: prompt[key] for key in ("prompt", "prompt_token_ids") if key in prompt}
+
+
 def hand_over_text(outputs: list[Any], *_others: Any, **_more: Any) -> dict[str, Any] | None:
     """A diffusion stage's prompt: the AR stage's prompt, fault marks and all, and its answer."""
     if not outputs:
@@ -40,7 +48,7 @@ def hand_over_text(outputs: list[Any], *_others: Any, **_more: Any) -> dict[str,
     return {"prompt": text_of(tokens)}
 
 
-def _ar_stage(stage: int, last: bool) -> StagePipelineConfig:
+def _ar_stage(stage: int, last: bool, **more: Any) -> StagePipelineConfig:
     return StagePipelineConfig(
         stage_id=stage,
         model_stage=f"ar{stage}",
@@ -52,6 +60,7 @@ def _ar_stage(stage: int, last: bool) -> StagePipelineConfig:
         engine_output_type="text",
         sampling_constraints={"detokenize": True},
         sync_process_input_func=f"{__name__}.hand_over_tokens" if stage else None,
+        **more,
     )
 
 
@@ -85,7 +94,10 @@ _DIFFUSION = PipelineConfig(
 _AR_DIFFUSION = PipelineConfig(
     model_type="tiny_ar_diffusion",
     model_arch="TinyOmniModel",
-    stages=(_ar_stage(0, last=False), _diffusion_stage(1)),
+    stages=(
+        _ar_stage(0, last=False, prompt_transform_func=f"{__name__}.text_only"),
+        _diffusion_stage(1),
+    ),
 )
 
 PIPELINES = (*(_ar_chain(stages) for stages in (1, 2, 3)), _DIFFUSION, _AR_DIFFUSION)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 def register() -> None:
     """Register models and pipelines; called in every process, at times more than once."""
-    from omni_tiny_models.pipelines import PIPELINES
     from vllm.model_executor.models import ModelRegistry
     from vllm_omni.config.pipeline_registry import OMNI_PIPELINES, register_pipeline
     from vllm_omni.diffusion.registry import register_diffusion_model
     from vllm_omni.model_executor.models.registry import OmniModelRegistry
+
+    from omni_tiny_models.pipelines import PIPELINES
 
     for registry in (ModelRegistry, OmniModelRegistry):
         registry.register_model("TinyOmniModel", "omni_tiny_models.ar:TinyOmniModel")

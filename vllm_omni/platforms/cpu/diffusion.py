@@ -42,9 +42,7 @@ def _send_outputs(worker: WorkerProc) -> None:
     """
     while (item := worker._async_output_queue.get()) is not None:
         output, output_id, _event = item
-        message = AsyncDiffusionOutput(
-            kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id
-        )
+        message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id)
         try:
             pack_diffusion_output_shm(output)
             message.output = output

@@ -17,7 +17,9 @@ def resolve() -> str | None:
     not a CPU build, whose workers could not run here anyway.
     """
     from vllm.platforms import current_platform
-    from vllm_omni.platforms import builtin_omni_platform_plugins
+    from vllm_omni.platforms import (  # type: ignore[attr-defined] # upstream's __init__
+        builtin_omni_platform_plugins,
+    )
 
     if not current_platform.is_cpu():
         return None
