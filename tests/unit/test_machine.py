@@ -429,6 +429,26 @@ def test_a_more_telling_fault_too_late_is_only_recorded(
     assert machine.history()[-1].fault == fault("oom").public()
 
 
+def test_the_settling_time_includes_its_end(clock: Clock) -> None:
+    settle_s = 0.25  # has no rounding error, unlike 0.1
+    machine = HealthMachine(settle_s=settle_s, clock=clock.wall, monotonic=clock.monotonic)
+    machine.expect_stage(0, 2)
+    machine.fault_noted(fault("hang"))
+    clock.now += settle_s
+    machine.replica_lost(0, 0, fault("engine"))
+    assert kind(machine) == "hang"
+    machine.replica_lost(0, 1, fault("process_lost"))
+    assert kind(machine) == "process_lost"
+    machine.fault_noted(fault("oom").with_context(stage_id=0, replica_id=1))
+    clock.now += settle_s
+    machine.fault_noted(fault("host_oom").with_context(stage_id=0, replica_id=0))
+    assert kind(machine) == "oom"
+    machine.replica_ready(0, 1)
+    found = machine.stage_fault(0)
+    assert found is not None
+    assert found.kind is FaultKind.HOST_OOM
+
+
 def test_of_two_of_one_kind_the_first_is_the_reason(machine: HealthMachine) -> None:
     machine.replica_lost(0, 0, fault("oom", message="first"))
     machine.replica_lost(1, 0, fault("oom", message="second"))
@@ -513,6 +533,13 @@ def test_an_entry_says_when_and_why(machine: HealthMachine, clock: Clock) -> Non
     assert last.cause == "replica lost"
     assert last.fault == fault("oom").with_context(stage_id=1, replica_id=0).public()
     assert machine.snapshot.since == clock.wall()
+
+
+def test_expecting_something_is_no_event(starting: HealthMachine) -> None:
+    starting.expect_stage(0, 1)
+    starting.expect_replica(0, 0, pid=3)
+    assert starting.history() == ()
+    assert starting.snapshot.stages[0].replicas == (ReplicaView(0, ReplicaState.STARTING, 3),)
 
 
 def test_a_flood_of_events_does_not_push_out_the_moves(clock: Clock) -> None:

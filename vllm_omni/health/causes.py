@@ -106,20 +106,19 @@ class Causes:
             if known is not None:
                 self._causes[cause] = known.joined(fault, now, self._settle_s)
 
-    def end(self, cause: Cause, *, keep_reason: bool = False) -> None:
+    def end(self, cause: Cause, *, keep_reason: bool) -> None:
         """Something is not wrong any more; the reason passes to the oldest that still is."""
         self._causes.pop(cause, None)
         if cause == self._reason_cause and not keep_reason:
             left = ((key, why) for key, why in self._causes.items() if why is not None)
             self._reason_cause, self._reason = next(left, (None, None))
 
-    def turn_fatal(self, now: float) -> None:
-        """The server cannot serve any more, by what happened just now.
+    def turn_fatal(self) -> None:
+        """The server cannot serve any more, by the fault that arose last.
 
         What made it degraded, perhaps hours ago, is then not the reason.
         """
-        if self._reason is None or now - self._reason.opened > self._settle_s:
-            self._reason = self._recent
+        self._reason = self._recent
 
     def _compete(self, fault: Fault, now: float) -> None:
         """Let a fault compete for the reason there is, and for one that opens soon."""

@@ -321,7 +321,7 @@ class HealthMachine:
         before, target = self.snapshot, self._target(start)
         state = before.state
         if target is State.DEAD and state is not State.DEAD:
-            self._causes.turn_fatal(self._now)
+            self._causes.turn_fatal()
         path = _path(state, target)
         shown = fault
         for following in path:
