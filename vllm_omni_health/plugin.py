@@ -18,10 +18,6 @@ SWITCH = "VLLM_OMNI_HEALTH"
 """Environment variable that switches the layer off, for comparison runs."""
 
 
-STAGE_MARK = "OMNI_HEALTH_STAGE"
-"""Environment variable that a stage process of ours sets for the workers it starts."""
-
-
 def _starting_omni_server() -> bool:
     if multiprocessing.parent_process() is not None:
         # A child has its parent's command line. What it needs it gets with its target.
@@ -35,11 +31,6 @@ def register() -> None:
     Raises SystemExit with one clear line when upstream is not a version we know: vLLM would
     swallow anything else and serve without the layer.
     """
-    if multiprocessing.parent_process() is not None and STAGE_MARK in os.environ:
-        from vllm_omni.health import seams
-
-        seams.install_worker()
-        return
     if not _starting_omni_server():
         return
     from vllm_omni.health import seams

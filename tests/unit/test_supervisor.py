@@ -9,7 +9,6 @@ import threading
 
 import msgspec
 import pytest
-
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.last_words import LastWordsReader
 from vllm_omni.health.machine import HealthMachine, State

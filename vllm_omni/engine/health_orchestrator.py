@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -68,25 +69,14 @@ class HealthOrchestratorMixin:
     # ---- hooks of upstream's run() ---------------------------------------------------------
 
     async def run(self) -> None:
-        """Upstream's loop; if it ends without having been told to, the service is dead."""
-        machine = self._health.machine
+        """Upstream's loop, woken by every move of the machine."""
         loop = asyncio.get_running_loop()
         # The machine calls from any thread; this loop may be closed by then.
-        unsubscribe = machine.observe(lambda _move: _call_soon(loop, self._wake.set))
+        unsubscribe = self._health.machine.observe(lambda _move: _call_soon(loop, self._wake.set))
         try:
             await super().run()  # type: ignore[misc]
-        except asyncio.CancelledError:
-            raise
-        except BaseException as exc:
-            machine.orchestrator_ended(self._orchestrator_fault(exc))
-            raise
-        else:
-            if not self._shutdown_wanted:
-                machine.orchestrator_ended(self._orchestrator_fault(None))
         finally:
             unsubscribe()
-
-    _shutdown_wanted = False
 
     def _orchestrator_fault(self, exc: BaseException | None) -> Fault:
         if exc is None:
@@ -99,7 +89,6 @@ class HealthOrchestratorMixin:
 
     async def _dispatch_message(self, msg: EngineQueueMessage) -> bool:
         if msg.type == "shutdown":
-            self._shutdown_wanted = True
             self._health.supervisor.all_closing()
         elif self._failed_all:
             request_id = getattr(msg, "request_id", None)
@@ -125,7 +114,14 @@ class HealthOrchestratorMixin:
         await self._align()
 
     async def _shutdown_extensions(self) -> None:
-        """Upstream's last hook before it would close the stages one after another."""
+        """Upstream's last hook before it would close the stages one after another.
+
+        The loop is ending. If nobody told it to, the service is dead, and the exception that
+        ended it is the one being handled.
+        """
+        exc = sys.exception()
+        if not self._health.supervisor.closing and not isinstance(exc, asyncio.CancelledError):
+            self._health.machine.orchestrator_ended(self._orchestrator_fault(exc))
         await super()._shutdown_extensions()  # type: ignore[misc]
         self._health.supervisor.all_closing()
         await self._close_stages()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni.engine.fault_channel import fault_outputs
+from vllm_omni.engine.process_exit import destroy_process_groups, leave
 from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.classify import fault_from_exception
@@ -21,33 +23,37 @@ from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.last_words import LastWordsWriter, WorkerRef
 from vllm_omni.health.processes import ExitStatus
 
-from vllm_omni_health.plugin import STAGE_MARK
-
 _words: LastWordsWriter | None = None
 """This process's end of its last-words pipe; there is one engine core per process."""
 
 
-def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> None:
+def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoReturn:
     """Process target: run upstream's stage core with the health layer around it.
 
     ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe.
-    Ends as upstream's target does: by SystemExit or by the exception that ended the engine.
+    Ends the process with the status that upstream's target would end it with.
     """
     global _words
     # Of its own, so that a replica can be killed whole without touching the server, and so
     # that a Ctrl-C at the terminal reaches the server alone, which ends stages in order.
     os.setpgid(0, 0)
-    os.environ[STAGE_MARK] = f"{kwargs.get('omni_stage_id')}:{kwargs.get('omni_replica_id')}"
     if last_words is not None:
         _words = LastWordsWriter(last_words.fileno())
+    status = 1
     try:
         seams.install_stage_process()
         StageEngineCoreProc.run_stage_core(*args, **kwargs)
-    except Exception as exc:
+        status = 0
+    except SystemExit as exc:
+        status = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+    except BaseException as exc:
         # Covers model load, when there is no output queue yet. After a fault that went out
         # through the queue this line is a repetition, which the supervisor recognises.
         _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
-        raise
+        traceback.print_exc()
+    # With the worker in this process the groups are this process's, and upstream leaves them.
+    destroy_process_groups()
+    leave(status)
 
 
 class HealthStageEngineCoreProc(StageEngineCoreProc):

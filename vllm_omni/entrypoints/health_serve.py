@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 import traceback
@@ -47,6 +48,7 @@ def serve(args: Any) -> NoReturn:
     except (SettingsError, seams.SeamError, BadInput) as exc:
         _complain(exc)
         raise SystemExit(_START_FAILED) from None
+    _prepare_environment()
     if getattr(args, "headless", False):
         _original_command()(args)
         raise SystemExit(0)
@@ -166,6 +168,15 @@ def _leave(runtime: HealthRuntime, status: int) -> None:
 _INTERPRETER_EXIT_S = 5.0
 """How long the interpreter may take to end after the last of our work: stuck executor threads
 and child processes that are joined at exit can hold it up for ever."""
+
+
+def _prepare_environment() -> None:
+    """Upstream's own switches, set to what the layer needs; a value that is set stays."""
+    # Upstream's loops then wait for data instead of looking every millisecond.
+    os.environ.setdefault("VLLM_OMNI_EVENT_DRIVEN_ORCH", "1")
+    # Upstream would stop the HTTP server by itself as soon as the orchestrator has ended, in
+    # the middle of the grace in which the reason is to be read. The end is ours to conduct.
+    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
 
 
 # ---- checks before anything is started -----------------------------------------------------

@@ -106,6 +106,12 @@ STAGE_PROCESS = (
         members=("_send_engine_dead", "run_stage_core", "run_busy_loop"),
     ),
     Seam(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main",
+        "vllm_omni.engine.worker_main:worker_main",
+        why="worker processes start through our target, which installs what they need",
+        parameters=("args", "kwargs"),
+    ),
+    Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor.response_mqs",
         "vllm_omni.engine.worker_faults:response_mqs",
         why="a worker's typed exception is what the engine core raises",

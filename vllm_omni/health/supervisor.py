@@ -176,6 +176,11 @@ class Supervisor:
         with self._lock:
             self._closing_all = True
 
+    @property
+    def closing(self) -> bool:
+        """Whether the service is being closed, so that nothing that ends is a fault any more."""
+        return self._closing_all
+
     # ---- faults ----------------------------------------------------------------------------
 
     def report(self, fault: Fault) -> None:
