@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
 import traceback
@@ -155,6 +157,8 @@ def _leave(runtime: HealthRuntime, status: int) -> None:
     if left:
         logger.error("[health] killed stage processes that were left: %s", left)
     runtime.stop()
+    if _socket_folder is not None:
+        shutil.rmtree(_socket_folder, ignore_errors=True)
     fault = runtime.machine.reason if status != 0 else None
     write_reason(fault, status, runtime.settings.termination_log, _PLAIN_STDERR)
 
@@ -170,6 +174,12 @@ _INTERPRETER_EXIT_S = 5.0
 and child processes that are joined at exit can hold it up for ever."""
 
 
+_SOCKET_BASE = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder in which ZMQ's socket files are made."""
+
+_socket_folder: str | None = None
+
+
 def _prepare_environment() -> None:
     """Upstream's own switches, set to what the layer needs; a value that is set stays."""
     # Upstream's loops then wait for data instead of looking every millisecond.
@@ -177,6 +187,11 @@ def _prepare_environment() -> None:
     # Upstream would stop the HTTP server by itself as soon as the orchestrator has ended, in
     # the middle of the grace in which the reason is to be read. The end is ours to conduct.
     os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
+    # Socket files of processes that were killed stay behind. In a folder of this server's own
+    # they can be removed with it.
+    global _socket_folder
+    _socket_folder = tempfile.mkdtemp(prefix="vllm-omni-", dir=os.environ.get(_SOCKET_BASE))
+    os.environ[_SOCKET_BASE] = _socket_folder
 
 
 # ---- checks before anything is started -----------------------------------------------------
