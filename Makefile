@@ -8,7 +8,7 @@ MODELS := build/cpu-models
 sources = $(shell find $(1) -name __pycache__ -prune -o \( -type d -o -name '*.py' \) -print 2>/dev/null)
 ENV_SOURCES := env/cpu.lock env/build $(shell find env/shims -type f 2>/dev/null)
 OUR_SOURCES := pyproject.toml README.md $(call sources,vllm_omni vllm_omni_health)
-EXAMPLE_SOURCES := examples/cpu/pyproject.toml $(call sources,examples/cpu/omni_tiny_models)
+EXAMPLE_SOURCES := examples/cpu/pyproject.toml examples/cpu/omni_tiny_models.pth $(call sources,examples/cpu/omni_tiny_models)
 
 PYTEST := $(PYTHON_BIN) -m pytest
 PIP_INSTALL := $(PYTHON_BIN) -m pip --disable-pip-version-check -q install --no-deps --no-build-isolation
