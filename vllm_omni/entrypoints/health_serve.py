@@ -22,7 +22,7 @@ from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import State
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings import HealthSettings, SettingsError, load
+from vllm_omni.health.settings import HealthSettings, SettingsError, load, variable
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +162,10 @@ def _leave(runtime: HealthRuntime, status: int) -> None:
     fault = runtime.machine.reason if status != 0 else None
     write_reason(fault, status, runtime.settings.termination_log, _PLAIN_STDERR)
 
+    runtime.begin_shutdown()
+
     def enforce() -> None:
-        time.sleep(_INTERPRETER_EXIT_S)
+        time.sleep(min(_INTERPRETER_EXIT_S, runtime.shutdown_left()))
         end_process(status)
 
     threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
@@ -197,11 +199,21 @@ def _prepare_environment() -> None:
 # ---- checks before anything is started -----------------------------------------------------
 
 
+_CLOSING_S = 30
+"""Seconds for closing everything after a drain whose length vLLM's option sets."""
+
+
 def _settings(args: Any) -> HealthSettings:
     """The settings; takes the ``health`` key out of ``--additional-config``, because what stays
     in there enters the stages' compile-cache hash."""
     additional = getattr(args, "additional_config", None)
     argument = additional.pop("health", None) if isinstance(additional, dict) else None
+    drain = getattr(args, "shutdown_timeout", None)
+    if drain and argument is None and not os.environ.get(variable("drain_timeout_s")):
+        # vLLM's own option for the same thing, where nothing of ours says otherwise.
+        argument = {"drain_timeout_s": drain}
+        if not os.environ.get(variable("shutdown_timeout_s")):
+            argument["shutdown_timeout_s"] = drain + _CLOSING_S
     return load(argument)
 
 

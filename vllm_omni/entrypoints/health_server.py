@@ -92,6 +92,7 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
     await _first_of(reasons.signalled, reasons.dead)
     if not reasons.dead.is_set():
         logger.warning("[health] signal %d: no new requests from now on", reasons.signals[0])
+        runtime.begin_shutdown()
         runtime.machine.drain()
         if settings.drain_timeout_s > 0 and guard.in_flight:
             idle = asyncio.ensure_future(guard.idle())
@@ -131,6 +132,7 @@ async def _bounded(work: Coroutine[Any, Any, Any], timeout: float) -> bool:
 
 async def _stop_engine(engine_client: Any, runtime: HealthRuntime) -> None:
     """Close the engine, off the loop; whatever does not close in time is killed."""
+    runtime.begin_shutdown()
     runtime.supervisor.all_closing()
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
@@ -145,9 +147,10 @@ async def _stop_engine(engine_client: Any, runtime: HealthRuntime) -> None:
 
     # A daemon thread: one that hangs must not be joined by the interpreter's exit.
     threading.Thread(target=shut_down, name="health-stop-engine", daemon=True).start()
-    if not await _bounded(done.wait(), runtime.settings.shutdown_timeout_s):
+    # What follows needs a part of the allowance as well.
+    if not await _bounded(done.wait(), max(0.0, runtime.shutdown_left() - _CONNECTIONS_S)):
         logger.error(
-            "[health] the engine did not close within shutdown_timeout_s=%g",
+            "[health] the engine did not close in time (shutdown_timeout_s=%g)",
             runtime.settings.shutdown_timeout_s,
         )
     killed = runtime.supervisor.kill_all()

@@ -22,6 +22,7 @@ class HealthRuntime:
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
         self._beat: float | None = None
+        self._deadline: float | None = None
 
     def start(self) -> None:
         """Start the supervisor thread."""
@@ -41,6 +42,19 @@ class HealthRuntime:
         """Whether the orchestrator's loop has not turned for ``loop_stall_s``."""
         beat = self._beat
         return beat is not None and time.monotonic() - beat > self.settings.loop_stall_s
+
+    # From the moment the server is to end, everything shares one allowance of time.
+
+    def begin_shutdown(self) -> None:
+        """The server is to end: ``shutdown_timeout_s`` counts from the first call."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.settings.shutdown_timeout_s
+
+    def shutdown_left(self) -> float:
+        """Seconds until the process must have ended; all of them before the shutdown began."""
+        if self._deadline is None:
+            return self.settings.shutdown_timeout_s
+        return max(0.0, self._deadline - time.monotonic())
 
     def restart_needed(self) -> bool:
         """Whether nothing but a restart can help: what a liveness probe asks."""
