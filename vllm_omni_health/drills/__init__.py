@@ -7,6 +7,7 @@ What the tests, the demo, the benchmarks and the chaos command have in common:
 - ``traces``: what a server leaves outside its processes (shared memory, socket files)
 - ``chat``, ``load``: requests, and what became of each of them
 - ``probe``: ``/health`` over time; ``survey``: everything the server says at one moment
+- ``precedence``: how threads that measure are kept from waiting
 - ``faults``: what can be broken, and what the server promises to do about it
 - ``drill``: one run from load to last process; ``contract``: the promises, checked
 

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_omni_health.drills.chat import ChatCall, ChatRequest, Outcome
 from vllm_omni_health.drills.faults import Injection, Mark
 from vllm_omni_health.drills.load import Load
+from vllm_omni_health.drills.precedence import precedence
 from vllm_omni_health.drills.probe import DEFAULT_INTERVAL_S, HealthProbe, View, as_data
 from vllm_omni_health.drills.server import Ending, Server, describe_status
 from vllm_omni_health.drills.survey import Survey, survey
@@ -109,6 +110,8 @@ class Findings:
 class Drill:
     """A drill on a ready server. As a context manager; entering begins to watch ``/health``.
 
+    In between, the thread has precedence over ordinary work.
+
     ``stages``: the number of replicas of each stage.
     """
 
@@ -129,9 +132,13 @@ class Drill:
         self._loads: list[Load] = []
         self._traces = Traces()
         self._before: Survey | None = None
+        self._precedence = contextlib.ExitStack()
 
     async def __aenter__(self) -> Drill:
         self._before = await survey(self.server.client)
+        members = self.server.tree.refresh(self._before.health)
+        self._traces = Traces.of(members)
+        self._precedence.enter_context(precedence())
         self.probe.start()
         return self
 
@@ -139,6 +146,7 @@ class Drill:
         for load in self._loads:
             await load.hang_up()
         await asyncio.to_thread(self.probe.stop)
+        self._precedence.close()
 
     def one_of_each(self) -> list[ChatRequest]:
         """A plain and a streaming request in each stage."""
@@ -168,9 +176,7 @@ class Drill:
 
     async def inject(self, injection: Injection) -> Findings:
         """Break it. Raises NoTarget, or InvalidDrill when no load is in flight any more."""
-        health = self._before.health if self._before is not None else None
-        members = self.server.tree.refresh(health)
-        self._traces |= Traces.of(members)
+        members = self.server.tree.refresh()
         target = None if isinstance(injection, Mark) else self._target(injection, members)
         # From here to the injection nothing is awaited, so nothing can end in between.
         struck = [] if self.load is None else self.load.in_flight()
@@ -277,12 +283,12 @@ def _of_a_stage(member: Member) -> bool:
 
 
 def _set_raced_apart(findings: Findings) -> None:
-    """Who was answered in full before the fault took effect was not in flight."""
-    moment = findings.zero
-    if isinstance(findings.injection, Mark):
-        # The mark needs a while to reach its stage.
-        ends = [c.ended for c in findings.struck if c.outcome is Outcome.FAILED and c.ended]
-        moment = min([*ends, findings.noticed_at or findings.zero])
+    """Who was answered in full before the fault took effect was not in flight.
+
+    A signal takes a moment until it is noticed, a mark until it has reached its stage.
+    """
+    ends = [c.ended for c in findings.struck if c.outcome is Outcome.FAILED and c.ended]
+    moment = min([*ends, findings.noticed_at or findings.zero])
     for call in findings.struck[:]:
         if call.outcome is Outcome.ANSWERED and call.ended and call.ended < moment + _RACE_S:
             findings.struck.remove(call)

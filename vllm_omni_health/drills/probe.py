@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_omni_health.drills.precedence import precedence
+
 DEFAULT_INTERVAL_S = 0.02
 _TIMEOUT_S = 5.0
 
@@ -109,6 +111,11 @@ class HealthProbe:
         return self.first(wanted, since)
 
     def _run(self) -> None:
+        with precedence():
+            self._ask_over_and_over()
+        self._hang_up()
+
+    def _ask_over_and_over(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():
             view = self._ask()
@@ -123,7 +130,6 @@ class HealthProbe:
             # A late answer does not make for a burst of questions after it.
             due = max(due + self.interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
-        self._hang_up()
 
     def _ask(self) -> View:
         asked = time.monotonic()

@@ -25,7 +25,11 @@ class Traces:
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Traces:
-        """What these processes have mapped or open now, as far as it has a path."""
+        """What these processes have mapped or open now, as far as it has a path.
+
+        Ask while they idle: reading the maps of a process that is busy with its memory can take
+        seconds.
+        """
         segments: set[str] = set()
         inodes: set[str] = set()
         for member in members:

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -163,11 +163,8 @@ class ProcessTree:
         if known is None:
             self._members[entry.id] = _labelled(entry, parent, placed)
             return [entry.id]
-        if known.stage_id is None or known.title != entry.title():
-            fresh = _labelled(entry, parent, placed)
-            if fresh.stage_id is None:
-                fresh = replace(fresh, stage_id=known.stage_id, replica_id=known.replica_id)
-            self._members[entry.id] = fresh
+        if known.stage_id is None and known.role is not Role.HELPER:
+            self._members[entry.id] = _labelled(entry, parent, placed)
         return []
 
 
@@ -191,6 +188,8 @@ class _Entry:
     state: str
 
     def title(self) -> str:
+        # The kernel reads it from the process's memory, and waits while that is being changed:
+        # up to seconds in a busy process. So it is not read again once it has told its stage.
         try:
             with open(f"/proc/{self.id.pid}/cmdline", "rb") as file:
                 return file.read().replace(b"\0", b" ").decode(errors="replace").strip()

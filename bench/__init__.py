@@ -1,0 +1,1 @@
+"""Side-by-side benchmarks: upstream alone, and upstream with the health layer."""
