@@ -16,10 +16,12 @@ def register() -> None:
     from vllm_omni.diffusion.registry import register_diffusion_model
     from vllm_omni.model_executor.models.registry import OmniModelRegistry
 
+    from omni_tiny_models.ar import TinyOmniModel
     from omni_tiny_models.pipelines import PIPELINES
 
+    # The class rather than its name, which vLLM would look into in a process of its own.
     for registry in (ModelRegistry, OmniModelRegistry):
-        registry.register_model("TinyOmniModel", "omni_tiny_models.ar:TinyOmniModel")
+        registry.register_model("TinyOmniModel", TinyOmniModel)
     for pipeline in PIPELINES:
         if pipeline.model_type not in OMNI_PIPELINES:
             register_pipeline(pipeline)
