@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
+from vllm_omni.engine.liveness import PING, LivenessMonitor
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.health.classify import fault_from_exception
@@ -56,6 +56,11 @@ class HealthOrchestratorMixin:
         self._evicted: set[tuple[int, int]] = set()
         self._closers: set[asyncio.Task[None]] = set()
         self._failed_all = False
+        self._liveness = LivenessMonitor(
+            self._health.machine,
+            self._health.settings.hang_timeout_s,
+            on_hang=self._health.supervisor.report,
+        )
         self._announce_replicas()
 
     def _announce_replicas(self) -> None:
@@ -63,6 +68,10 @@ class HealthOrchestratorMixin:
         for stage_id, pool in enumerate(self.stage_pools):
             for replica_id in pool.live_replica_ids():
                 self._health.supervisor.replica_ready(stage_id, replica_id)
+                call_utility = getattr(pool.clients[replica_id], "call_utility_async", None)
+                if call_utility is not None:
+                    ping = functools.partial(call_utility, PING)
+                    self._liveness.watch(stage_id, replica_id, ping)
         if machine.snapshot.state is State.STARTING:
             machine.started()
 
@@ -82,7 +91,8 @@ class HealthOrchestratorMixin:
         if exc is None:
             return Fault(kind=FaultKind.ORCHESTRATOR, role="orchestrator", pid=os.getpid())
         fault = fault_from_exception(exc, role="orchestrator", pid=os.getpid())
-        return msgspec.structs.replace(fault, kind=FaultKind.ORCHESTRATOR)
+        # An inline stage's engine runs on this loop's side: its OOM is an OOM here as well.
+        return fault.with_kind(FaultKind.ORCHESTRATOR) if fault.kind is FaultKind.ENGINE else fault
 
     def _background_tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [*super()._background_tasks(), self._follow_health()]  # type: ignore[misc]
@@ -136,16 +146,20 @@ class HealthOrchestratorMixin:
             while not shutdown.done():
                 self._health.orchestrator_beat()
                 self._wake.clear()
+                self._liveness.tick()
                 await self._align()
                 woken = asyncio.ensure_future(self._wake.wait())
                 try:
                     await asyncio.wait(
-                        {shutdown, woken}, timeout=_BEAT_S, return_when=asyncio.FIRST_COMPLETED
+                        {shutdown, woken},
+                        timeout=min(_BEAT_S, self._liveness.tick_s),
+                        return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:
                     woken.cancel()
         finally:
             shutdown.cancel()
+            self._liveness.close()
 
     async def _align(self) -> None:
         """Bring pools and requests in line with the machine; does nothing twice."""
@@ -244,6 +258,7 @@ class HealthOrchestratorMixin:
         """
         supervisor = self._health.supervisor
         supervisor.replica_closing(stage_id, replica_id)
+        self._liveness.forget(stage_id, replica_id)
         # Tells upstream's own monitor threads that what they see now is wanted.
         if hasattr(client, "_shutting_down"):
             client._shutting_down = True

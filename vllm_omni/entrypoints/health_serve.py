@@ -46,6 +46,7 @@ def serve(args: Any) -> NoReturn:
         settings = _settings(args)
         _check_deploy_file(args)
         _check_api_server_count(args)
+        _check_fault_tolerance(args)
         seams.install_server()
     except (SettingsError, seams.SeamError, BadInput) as exc:
         _complain(exc)
@@ -95,13 +96,13 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
     """An exception ended upstream's command: before it served, or on its way out."""
     state = runtime.machine.snapshot.state
     reason = runtime.machine.reason
-    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+    if state is State.STARTING and isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
         where = f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', '?')}"
         _complain(f"cannot listen on {where}: the address is in use; choose another --port")
         runtime.machine.start_failed(fault_from_exception(exc, role="server"))
         return _START_FAILED
     traceback.print_exception(exc)
-    if state is State.STARTING or _was_starting(runtime):
+    if not runtime.machine.snapshot.started:
         fault = reason or fault_from_exception(exc, role="server")
         if state is State.STARTING:
             runtime.machine.start_failed(fault)
@@ -110,11 +111,6 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
     if state is State.DEAD and reason is not None:
         return reason.kind.exit_status
     return _START_FAILED
-
-
-def _was_starting(runtime: HealthRuntime) -> bool:
-    """Whether the service died before it ever was healthy."""
-    return all(move.to_state is not State.HEALTHY for move in runtime.machine.history())
 
 
 def _describe(fault: Fault) -> str:
@@ -129,7 +125,8 @@ def _start_watch(runtime: HealthRuntime) -> None:
     Runs as an observer of the machine. The main loop is blocked by the start, and upstream can
     wait for minutes for a process that is gone.
     """
-    if runtime.machine.snapshot.state is not State.DEAD or not _was_starting(runtime):
+    snapshot = runtime.machine.snapshot
+    if snapshot.state is not State.DEAD or snapshot.started:
         return
 
     def enforce() -> None:
@@ -226,6 +223,15 @@ def _check_deploy_file(args: Any) -> None:
     candidates = [Path(name), Path(_DEPLOY_DIR) / name]
     if not any(path.is_file() for path in candidates):
         raise BadInput(f"--deploy-config {name}: no such file (also not in {_DEPLOY_DIR})")
+
+
+def _check_fault_tolerance(args: Any) -> None:
+    if getattr(args, "enable_fault_tolerance", False):
+        raise BadInput(
+            "--enable-fault-tolerance: vLLM then holds faults back for a recovery of its own, so "
+            "they would not reach the health layer; drop the option, or use "
+            "VLLM_OMNI_HEALTH=off to run without the layer"
+        )
 
 
 def _check_api_server_count(args: Any) -> None:
