@@ -11,7 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from vllm_omni_health.drills.server import Server, free_port, running
+from vllm_omni_health.drills.ports import reserved_port
+from vllm_omni_health.drills.server import Server, running
 
 ROOT = Path(__file__).parents[1]
 SERVE = ROOT / "examples" / "cpu" / "serve"
@@ -44,7 +45,7 @@ async def pair(deployment: str, folder: Path, progress: Progress) -> AsyncIterat
     async with contextlib.AsyncExitStack() as stack:
         servers: Pair = {}
         for variant in Variant:
-            port = free_port()
+            port = stack.enter_context(reserved_port())
             servers[variant] = await stack.enter_async_context(
                 running(
                     [str(SERVE), deployment, "--port", str(port)],

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from deployments import SERVE
 
-from vllm_omni_health.drills.server import Server, free_port, running
+from vllm_omni_health.drills.ports import reserved_port
+from vllm_omni_health.drills.server import Server, running
 
 START_S = 300.0
 """A hang guard; a start takes half a minute on two cores that have nothing else to do."""
@@ -45,18 +46,16 @@ def serve(tmp_path: Path, termination_log: Path) -> Serve:
     async def start(
         deployment: str, *options: str, ready: bool = True, **settings: object
     ) -> AsyncIterator[Server]:
-        port = free_port()
         env = {f"VLLM_OMNI_HEALTH_{name.upper()}": str(v) for name, v in settings.items()}
         env["VLLM_OMNI_HEALTH_TERMINATION_LOG"] = str(termination_log)
-        async with running(
-            [str(SERVE), deployment, "--port", str(port), *options],
-            url=f"http://127.0.0.1:{port}",
-            folder=tmp_path / f"server-{Server.started + 1}",
-            env=env,
-        ) as server:
-            if ready:
-                await server.wait_ready(START_S)
-            yield server
+        with reserved_port() as port:
+            command = [str(SERVE), deployment, "--port", str(port), *options]
+            folder = tmp_path / f"server-{Server.started + 1}"
+            url = f"http://127.0.0.1:{port}"
+            async with running(command, url=url, folder=folder, env=env) as server:
+                if ready:
+                    await server.wait_ready(START_S)
+                yield server
 
     return start
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from deployments import MODEL, SERVE, VLLM
 
-from vllm_omni_health.drills.server import free_port, running
+from vllm_omni_health.drills.ports import reserved_port
+from vllm_omni_health.drills.server import running
 
 _AT_ONCE = 2
 _GUARD_S = 180.0
@@ -40,10 +41,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.31.0\n")
     serve = [str(SERVE), "ar-1"]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
+    with reserved_port() as number, socket.socket() as taken:
+        taken.bind(("127.0.0.1", number))
         taken.listen()
-        port = str(taken.getsockname()[1])
+        port = str(number)
         yield {
             "unknown-setting": Case(
                 serve, ("VLLM_OMNI_HEALTH_EXIT_GRACE",), {"VLLM_OMNI_HEALTH_EXIT_GRACE": "3"}

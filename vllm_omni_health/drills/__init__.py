@@ -2,7 +2,8 @@
 
 What the tests, the demo, the benchmarks and the chaos command have in common:
 
-- ``server``: a server process that was started here, with its logs, and its certain end
+- ``server``: a server process that was started here, with its logs, and its certain end;
+  ``ports``: where it listens
 - ``tree``: the processes of a server, by ancestry, each with its role
 - ``traces``: what a server leaves outside its processes (shared memory, socket files)
 - ``chat``, ``load``: requests, and what became of each of them

@@ -68,7 +68,7 @@ class Findings:
     @property
     def noticed_at(self) -> float | None:
         """When ``/health`` first said something else after the injection."""
-        return next((view.at for view in self.health if view.asked > self.zero), None)
+        return next((view.at for view in self.health if view.at > self.zero), None)
 
     @property
     def last_failed_at(self) -> float | None:

@@ -77,7 +77,12 @@ class Load:
 
     async def settled(self, timeout_s: float) -> bool:
         """Wait until no call is pending; False when some still are after ``timeout_s``."""
-        return await _until(lambda: not any(call.pending for call in self.calls), timeout_s)
+
+        def ended() -> bool:
+            all_sent = self._stopped or len(self.calls) >= len(self._tasks)
+            return all_sent and not any(call.pending for call in self.calls)
+
+        return await _until(ended, timeout_s)
 
     async def under_way(self, timeout_s: float, *, for_s: float = 0.5) -> bool:
         """Wait until every client's request has been in flight for ``for_s``.

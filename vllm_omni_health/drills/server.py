@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -209,23 +208,6 @@ async def running(
         # Also when this task is cancelled: the processes go first, waiting comes after.
         server.kill()
         await asyncio.shield(asyncio.ensure_future(server.close()))
-
-
-def free_port(first: int = 8200, last: int = 8299) -> int:
-    """A port on which nobody listens.
-
-    From a range that the kernel gives to no outgoing connection by default, so that it is still
-    free when the server, seconds later, binds it.
-    """
-    for port in range(first, last + 1):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no free port between {first} and {last}")
 
 
 def describe_status(status: int) -> str:
