@@ -8,7 +8,7 @@ import pytest
 from vllm_omni.health import seams
 from vllm_omni.health.seams import COMMAND, SERVER, STAGE_PROCESS, WORKER, Seam, SeamError
 
-ALL = (*COMMAND, *SERVER, *STAGE_PROCESS, *WORKER)
+ALL = tuple(dict.fromkeys((*COMMAND, *SERVER, *STAGE_PROCESS, *WORKER)))
 SOURCES = Path(__file__).parents[2]
 
 here = type("Here", (), {"value": 1, "method": lambda self, a: a})

@@ -45,7 +45,18 @@ COMMAND = (
     ),
 )
 
+ORPHANS = (
+    Seam(
+        "multiprocessing.spawn:get_preparation_data",
+        "vllm_omni_health.bootstrap:get_preparation_data",
+        why="a child process ends with its parent, from before its first import on",
+        parameters=("name",),
+    ),
+)
+"""Taken in every process that starts others: the server's and the stages'."""
+
 SERVER = (
+    *ORPHANS,
     Seam(
         "vllm_omni.entrypoints.openai.api_server:serve_http",
         "vllm_omni.entrypoints.health_server:serve_http",
@@ -99,6 +110,13 @@ SERVER = (
 )
 
 STAGE_PROCESS = (
+    *ORPHANS,
+    Seam(
+        "vllm_omni.engine.stage_engine_core_proc:set_death_signal",
+        "vllm_omni_health.bootstrap:set_death_signal",
+        why="upstream would weaken the parent-death signal to SIGTERM",
+        parameters=("sig",),
+    ),
     Seam(
         "vllm_omni.engine.stage_engine_core_proc:StageEngineCoreProc",
         "vllm_omni.engine.stage_core:HealthStageEngineCoreProc",
