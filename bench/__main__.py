@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,14 +25,14 @@ _MEMORY_BYTES = 14 * 2**30
 """What two servers of two stages need."""
 
 
-async def run(plan: Plan, progress: Progress) -> Results:
-    """Measure everything."""
+async def run(plan: Plan, chosen: Sequence[int], progress: Progress) -> Results:
+    """Measure everything on the deployments with these numbers of stages."""
     results = Results(plan)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         async with LoadClient.started() as client:
-            for stages, deployment in DEPLOYMENTS.items():
+            for stages in chosen:
                 for turn in range(plan.faults):
-                    async with pair(deployment, Path(folder), progress) as servers:
+                    async with pair(DEPLOYMENTS[stages], Path(folder), progress) as servers:
                         if turn == 0:
                             results.idles.append(await idle(servers, stages, plan, progress))
                             results.cells += await throughput(
@@ -74,6 +74,14 @@ def arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="fewer and shorter rounds, one kill each"
     )
     parser.add_argument(
+        "--stages",
+        type=int,
+        nargs="+",
+        choices=DEPLOYMENTS,
+        default=list(DEPLOYMENTS),
+        help="measure deployments with this many stages only",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path(__file__).parent / "results",
@@ -103,7 +111,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         with shown_progress(console) as progress:
-            results = asyncio.run(run(plan, progress))
+            results = asyncio.run(run(plan, args.stages, progress))
     except (InvalidMeasurement, ServerNotReady) as exc:
         console.print(f"bench: {exc}", markup=False)
         return 1

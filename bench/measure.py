@@ -46,15 +46,26 @@ FULL = Plan(rounds=8, round_s=8.0, idle_s=20.0, faults=3)
 QUICK = Plan(rounds=4, round_s=3.0, idle_s=10.0, faults=1)
 
 
+@dataclass(frozen=True)
+class Round:
+    """One round on one server."""
+
+    latencies: list[float]
+    """Of every request that was answered within the round, in seconds."""
+    server_cpu_s: float
+    """CPU time of the server process."""
+    all_cpu_s: float
+    """CPU time of all of the server's processes."""
+
+
 @dataclass
 class Cell:
-    """Latencies of one number of clients on one deployment, round by round."""
+    """All rounds of one number of clients on one deployment, upstream and layer in pairs."""
 
     stages: int
     clients: int
     round_s: float
-    rounds: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """Of upstream and of the layer, in seconds."""
+    rounds: list[tuple[Round, Round]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,9 @@ async def faults(
 
 async def _load(
     client: LoadClient, server: Server, clients: int, seconds: float, stages: int
-) -> list[float]:
+) -> Round:
+    members = server.tree.refresh()
+    before = _cpu_times(members)
     result = await client.carry_out(
         "load",
         port=port_of(server),
@@ -167,8 +180,8 @@ async def _load(
     )
     if result["bad"]:
         raise InvalidMeasurement(f"{result['bad']} requests failed on {server.url}")
-    latencies: list[float] = result["latencies"]
-    return latencies
+    spent = {pid: after - before[pid] for pid, after in _cpu_times(members).items()}
+    return Round(result["latencies"], spent[server.pid], sum(spent.values()))
 
 
 def _cpu_times(members: Sequence[Member]) -> dict[int, float]:

@@ -8,14 +8,15 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import IN_FLIGHT, POLL_S, TOKENS, Cell, Fault, Idle, Plan
+from bench.measure import IN_FLIGHT, POLL_S, TOKENS, Cell, Fault, Idle, Plan, Round
 from bench.servers import Variant
-from bench.stats import Ratio, median, percentile, ratio
+from bench.stats import median, percentile, ratio
 
 THROUGHPUT_AT_LEAST = 0.99
 P99_AT_MOST = 1.03
@@ -137,9 +138,9 @@ def as_data(results: Results, report: Sequence[Section]) -> dict[str, Any]:
                 "stages": cell.stages,
                 "clients": cell.clients,
                 "round_s": cell.round_s,
-                "requests": [[len(a), len(b)] for a, b in cell.rounds],
-                "p50_ms": _of_rounds(cell, 50),
-                "p99_ms": _of_rounds(cell, 99),
+                "rounds": [
+                    dict(zip(Variant, map(_round_data, pair), strict=True)) for pair in cell.rounds
+                ],
             }
             for cell in results.cells
         ],
@@ -175,38 +176,63 @@ def _installed(name: str) -> bool:
 
 
 def _cell_rows(cell: Cell) -> Iterable[Row]:
-    name = f"{cell.stages} stage{'s' if cell.stages > 1 else ''}, {cell.clients} client"
-    name += "s" if cell.clients > 1 else ""
-    upstream = [value for pair in cell.rounds for value in pair[0]]
-    layer = [value for pair in cell.rounds for value in pair[1]]
-    seconds = cell.round_s * len(cell.rounds)
-    found = ratio(cell.rounds, len)
-    yield Row(
-        f"{name}: requests/s",
-        f"{len(upstream) / seconds:.2f}",
-        f"{len(layer) / seconds:.2f}",
-        _ratio_text(found),
-        f">= {THROUGHPUT_AT_LEAST}",
-        _verdict(found.value >= THROUGHPUT_AT_LEAST, found.high >= THROUGHPUT_AT_LEAST),
-    )
-    for percent, wanted in ((50, None), (99, P99_AT_MOST)):
-        found = ratio(cell.rounds, _percentile_of(percent))
+    name = f"{_stages(cell.stages)}, {cell.clients} client{'s' if cell.clients > 1 else ''}"
+    for figure in _figures(cell):
+        found = ratio(cell.rounds, figure.of)
+        upstream, layer = (figure.of([pair[i] for pair in cell.rounds]) for i in (0, 1))
+        if figure.at_least is not None:
+            wanted = f">= {figure.at_least}"
+            verdict = _verdict(found.value >= figure.at_least, found.high >= figure.at_least)
+        elif figure.at_most is not None:
+            wanted = f"<= {figure.at_most}"
+            verdict = _verdict(found.value <= figure.at_most, found.low <= figure.at_most)
+        else:
+            wanted = verdict = ""
         yield Row(
-            f"{name}: p{percent} ms",
-            f"{1000 * percentile(upstream, percent):.1f}",
-            f"{1000 * percentile(layer, percent):.1f}",
-            _ratio_text(found),
-            "" if wanted is None else f"<= {wanted}",
-            "" if wanted is None else _verdict(found.value <= wanted, found.low <= wanted),
+            f"{name}: {figure.name}",
+            f"{upstream:.2f}",
+            f"{layer:.2f}",
+            f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]",
+            wanted,
+            verdict,
         )
 
 
-def _percentile_of(percent: float) -> Callable[[Sequence[float]], float]:
-    return lambda values: percentile(values, percent)
+@dataclass(frozen=True)
+class _Figure:
+    """A figure of all rounds of a variant, and what its ratio is to be."""
+
+    name: str
+    of: Callable[[Sequence[Round]], float]
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+def _figures(cell: Cell) -> Iterable[_Figure]:
+    def requests(rounds: Sequence[Round]) -> int:
+        return sum(len(one.latencies) for one in rounds)
+
+    def per_second(rounds: Sequence[Round]) -> float:
+        return requests(rounds) / (cell.round_s * len(rounds))
+
+    def latency(percent: float, rounds: Sequence[Round]) -> float:
+        return 1000 * percentile([value for one in rounds for value in one.latencies], percent)
+
+    def cpu(rounds: Sequence[Round]) -> float:
+        return 1000 * sum(one.server_cpu_s for one in rounds) / max(1, requests(rounds))
+
+    yield _Figure("requests/s", per_second, at_least=THROUGHPUT_AT_LEAST)
+    yield _Figure("p50 ms", partial(latency, 50))
+    yield _Figure("p99 ms", partial(latency, 99), at_most=P99_AT_MOST)
+    yield _Figure("server's CPU ms/request", cpu)
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage{'s' if count > 1 else ''}"
 
 
 def _idle_rows(one: Idle) -> Iterable[Row]:
-    stages = f"{one.stages} stage{'s' if one.stages > 1 else ''}"
+    stages = _stages(one.stages)
     for what, shares in (("server process", one.server), ("all processes", one.everything)):
         upstream, layer = shares[Variant.UPSTREAM], shares[Variant.LAYER]
         wanted = what == "server process"
@@ -226,7 +252,7 @@ def _fault_rows(faults: Sequence[Fault]) -> Iterable[Row]:
             variant: [f.figures for f in faults if (f.stages, f.variant) == (stages, variant)]
             for variant in Variant
         }
-        name = f"{stages} stage{'s' if stages > 1 else ''}"
+        name = _stages(stages)
         for key, what, wanted in (
             ("to_503", "until 503", TO_503_AT_MOST_S),
             ("to_last_failure", "until the last request failed", LAST_FAILURE_AT_MOST_S),
@@ -263,15 +289,17 @@ def _worst(values: Sequence[float | None]) -> str:
     return f"{max(known):.0f} ({median(known):.0f})"
 
 
-def _ratio_text(found: Ratio) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
-
-
 def _verdict(kept: bool, by_chance: bool) -> str:
     if kept:
         return "kept"
     return "within noise" if by_chance else "missed"
 
 
-def _of_rounds(cell: Cell, percent: float) -> list[list[float]]:
-    return [[round(1000 * percentile(v, percent), 3) for v in pair] for pair in cell.rounds]
+def _round_data(one: Round) -> dict[str, float]:
+    return {
+        "requests": len(one.latencies),
+        "p50_ms": round(1000 * percentile(one.latencies, 50), 3),
+        "p99_ms": round(1000 * percentile(one.latencies, 99), 3),
+        "server_cpu_s": round(one.server_cpu_s, 3),
+        "all_cpu_s": round(one.all_cpu_s, 3),
+    }

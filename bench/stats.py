@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 _RESAMPLINGS = 300
 _CONFIDENCE = 0.9
@@ -36,14 +37,14 @@ class Ratio:
     high: float
 
 
-Rounds = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""For each round the samples of upstream and of the layer, taken right after one another."""
+T = TypeVar("T")
 
 
-def ratio(rounds: Rounds, figure: Callable[[Sequence[float]], float]) -> Ratio:
-    """Ratio of a figure of all samples; bounds by a bootstrap over whole rounds.
+def ratio(rounds: Sequence[tuple[T, T]], figure: Callable[[Sequence[T]], float]) -> Ratio:
+    """Ratio of a figure that is taken of all of a variant's rounds; bounds by a bootstrap.
 
-    Rounds, not samples, are drawn: samples of one round share what the machine did meanwhile.
+    A pair of rounds, upstream's and the layer's, is drawn as a whole: taken right after one
+    another, they share what the machine did meanwhile.
     """
     chance = random.Random(1)
     drawn = sorted(
@@ -57,7 +58,7 @@ def ratio(rounds: Rounds, figure: Callable[[Sequence[float]], float]) -> Ratio:
     )
 
 
-def _ratio(rounds: Rounds, figure: Callable[[Sequence[float]], float]) -> float:
-    upstream = figure([value for pair in rounds for value in pair[0]])
-    layer = figure([value for pair in rounds for value in pair[1]])
+def _ratio(rounds: Sequence[tuple[T, T]], figure: Callable[[Sequence[T]], float]) -> float:
+    upstream = figure([pair[0] for pair in rounds])
+    layer = figure([pair[1] for pair in rounds])
     return layer / upstream if upstream else float("nan")
