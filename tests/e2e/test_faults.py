@@ -5,15 +5,14 @@ Each case breaks a server for good, so each starts one, and looks at everything 
 
 from __future__ import annotations
 
-import asyncio
-import json
 from pathlib import Path
 
 import pytest
+from checks import ended_with_the_reason, everyone_was_told, run_until_valid
 
 from vllm_omni_health.drills import contract
 from vllm_omni_health.drills.contract import ExpectedFault
-from vllm_omni_health.drills.drill import Drill, Findings, InvalidDrill, fatal_drill, told
+from vllm_omni_health.drills.drill import Drill, Findings, fatal_drill, told
 from vllm_omni_health.drills.faults import Injection, Mark, Signal
 from vllm_omni_health.drills.server import Server
 from vllm_omni_health.drills.tree import Role
@@ -139,40 +138,3 @@ def test_hold_stays_up_with_503_and_frees_the_stages(serve, termination_log: Pat
     promises += contract.dead(findings.after, stages, fault)
     promises += ended_with_the_reason(server, findings, fault, termination_log)
     assert promises == [], told(findings)
-
-
-def run_until_valid(drill):
-    """Run a drill; once more if its load was not in flight at the injection."""
-    try:
-        return asyncio.run(drill())
-    except InvalidDrill:
-        return asyncio.run(drill())
-
-
-def everyone_was_told(
-    findings: Findings, fault: ExpectedFault, *, plain: int, streams: int
-) -> list[str]:
-    """Every request in flight has failed with an answer; there were as many as meant."""
-    streaming = sum(call.stream for call in findings.struck)
-    assert (len(findings.struck) - streaming, streaming) == (plain, streams)
-    promises = [what for call in findings.struck for what in contract.failed_call(call, fault)]
-    hung = [call for call in findings.calls if call.outcome == "given up"]
-    return promises + [f"request {call.number} was never answered" for call in hung]
-
-
-def ended_with_the_reason(
-    server: Server, findings: Findings, fault: ExpectedFault, termination_log: Path
-) -> list[str]:
-    """The exit status, the reason, and nothing left."""
-    text = termination_log.read_text() if termination_log.exists() else None
-    promises = contract.reason(text, server.stderr, fault)
-    status = None if findings.ending is None else findings.ending.status
-    if status != fault.exit_status:
-        promises.append(f"exit status {status}, not {fault.exit_status}")
-    promises += [f"left: {member.describe()}" for member in findings.processes_left]
-    if "destroy_process_group() was not called" in server.stdout + server.stderr:
-        promises.append("the log warns about destroy_process_group()")
-    for prompt in ("seaside", "Please fail"):
-        if text is not None and prompt in json.dumps(text):
-            promises.append("the termination log shows a prompt")
-    return promises

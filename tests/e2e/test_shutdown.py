@@ -1,0 +1,126 @@
+"""A server that is told to stop answers everyone, leaves nothing, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_health.drills.chat import ChatCall
+from vllm_omni_health.drills.drill import Drill
+from vllm_omni_health.drills.server import Ending, Server
+from vllm_omni_health.drills.tree import Member
+
+END_S = 60
+"""A hang guard."""
+
+
+async def end(server: Server) -> tuple[Ending | None, list[Member]]:
+    ending = await server.wait_end(END_S)
+    return ending, await server.wait_processes_gone(5)
+
+
+def clean(server: Server, ending: Ending | None, left: list[Member], log: Path) -> list[str]:
+    """What is wrong with a stop that was to be clean."""
+    broken = [f"left: {member.describe()}" for member in left]
+    if ending is None or ending.status != 0:
+        broken.append(f"exit status {ending and ending.status}, not 0")
+    if json.loads(log.read_text())["exit_status"] != 0:
+        broken.append(f"the termination log says {log.read_text()}")
+    if "destroy_process_group() was not called" in server.stdout + server.stderr:
+        broken.append("the log warns about destroy_process_group()")
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("deployment", "stages", "signum"),
+    [
+        pytest.param("ar-2", (1, 1), signal.SIGTERM, id="two stages"),
+        pytest.param("ar-1", (1,), signal.SIGINT, id="one stage", marks=pytest.mark.slow),
+    ],
+)
+def test_under_load(serve, termination_log: Path, deployment, stages, signum) -> None:
+    async def scenario() -> tuple[Server, list[ChatCall], Ending | None, list[Member]]:
+        async with serve(deployment) as server, Drill(server, stages) as drill:
+            load = await drill.put_under_load(drill.one_of_each())
+            struck = load.in_flight()
+            server.send(signum)
+            await load.settled(END_S)
+            return server, struck, *await end(server)
+
+    server, struck, ending, left = asyncio.run(scenario())
+    broken = clean(server, ending, left, termination_log)
+    assert struck
+    for call in struck:
+        told = call.error or {}
+        if told.get("code") != 503 or not told.get("message") or told.get("fault") is not None:
+            broken.append(f"request {call.number} {call.label}: {call.describe()}")
+    assert broken == [], server.tail()
+
+
+@pytest.mark.slow
+def test_requests_may_end_while_it_drains(serve, termination_log: Path) -> None:
+    async def scenario() -> tuple[Server, list[ChatCall], Ending | None, list[Member]]:
+        async with (
+            serve("ar-1", drain_timeout_s=60, shutdown_timeout_s=90) as server,
+            Drill(server, (1,)) as drill,
+        ):
+            load = await drill.put_under_load(drill.one_of_each())
+            struck = load.in_flight()
+            server.send(signal.SIGTERM)
+            await load.settled(END_S)
+            return server, struck, *await end(server)
+
+    server, struck, ending, left = asyncio.run(scenario())
+    assert clean(server, ending, left, termination_log) == [], server.tail()
+    assert {str(call.outcome) for call in struck} == {"answered"}
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(serve) -> None:
+    async def scenario() -> tuple[Ending | None, list[Member]]:
+        async with (
+            serve("ar-1", drain_timeout_s=600, shutdown_timeout_s=700) as server,
+            Drill(server, (1,)) as drill,
+        ):
+            await drill.put_under_load(drill.one_of_each(), repeat=True)
+            since = time.monotonic()
+            server.send(signal.SIGTERM)
+            assert await asyncio.to_thread(
+                drill.probe.wait_for, lambda view: view.status != 200, since=since, timeout_s=END_S
+            )
+            server.send(signal.SIGTERM)
+            return await end(server)
+
+    ending, left = asyncio.run(scenario())
+    assert ending is not None
+    assert (ending.status, left) == (128 + signal.SIGTERM, [])
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("ready", id="under load"),
+        pytest.param("starting", id="while it loads", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_server_takes_every_process_with_it(serve, moment) -> None:
+    async def scenario() -> list[Member]:
+        async with serve("ar-2", ready=moment == "ready") as server:
+            if moment == "ready":
+                async with Drill(server, (1, 1)) as drill:
+                    await drill.put_under_load(drill.one_of_each())
+                    server.tree.refresh()
+                    server.send(signal.SIGKILL)
+                    return (await end(server))[1]
+            async with asyncio.timeout(120):
+                while len(server.tree.refresh()) < 4:
+                    await asyncio.sleep(0.05)
+            server.send(signal.SIGKILL)
+            return (await end(server))[1]
+
+    assert asyncio.run(scenario()) == []
