@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -333,12 +332,3 @@ def told(findings: Findings) -> str:
         lines.append(f"  {findings.ending.at - findings.zero:+.3f} s  exit status {status}")
     lines += [f"  left: {member.describe()}" for member in findings.processes_left]
     return "\n".join(lines)
-
-
-def as_signal_number(name: str) -> signal.Signals:
-    """``KILL`` or ``SIGKILL`` as a signal; ValueError for a name that is none."""
-    full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
-    try:
-        return signal.Signals[full]
-    except KeyError:
-        raise ValueError(f"no such signal: {name}") from None
