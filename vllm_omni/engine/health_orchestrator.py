@@ -22,6 +22,7 @@ from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
 from vllm_omni.engine.liveness import PING, LivenessMonitor
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.machine import ReplicaState, State
@@ -49,9 +50,13 @@ class HealthOrchestratorMixin:
     _remove_stage_replica_waiting: Callable[[int, int], None]
     _cleanup_request_ids: Callable[..., Coroutine[Any, Any, Any]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, request_async_queue: Any, output_async_queue: Any, *args: Any, **kwargs: Any
+    ) -> None:
         self._health: HealthRuntime = require()
+        bell = self._health.output_bell = OutputBell()
+        output = RingingQueue(output_async_queue, bell)
+        super().__init__(request_async_queue, output, *args, **kwargs)  # type: ignore[call-arg]
         self._wake = asyncio.Event()
         self._evicted: set[tuple[int, int]] = set()
         self._closers: set[asyncio.Task[None]] = set()

@@ -7,6 +7,7 @@ The pieces that we put in their place find the machine, the supervisor and the s
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import HealthMachine, State
@@ -21,6 +22,8 @@ class HealthRuntime:
         self.settings = settings
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
+        self.output_bell: Any = None
+        """Set by the orchestrator's side; this module knows nothing of event loops."""
         self._beat: float | None = None
         self._deadline: float | None = None
 

@@ -90,6 +90,12 @@ SERVER = (
         ),
     ),
     Seam(
+        "vllm_omni.engine.omni_engine_base:OmniEngineBase.get_output_blocking_async",
+        "vllm_omni.engine.output_bell:get_output_blocking_async",
+        why="the API server waits for output without polling and without a thread's help",
+        parameters=("self", "timeout"),
+    ),
+    Seam(
         "vllm_omni.engine.duplex_orchestrator:DuplexOrchestrator",
         "vllm_omni.engine.health_orchestrator:HealthDuplexOrchestrator",
         why="the same for duplex sessions",
