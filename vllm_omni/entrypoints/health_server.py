@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_OWN_ANSWER_S = 0.05
-"""How long the orchestrator's failure messages have to become answers before the guard gives
-them itself. A message takes a few milliseconds through the output queue when all is well."""
-
 _ANSWERED_S = 1.0
 """Bound for the last answers to be written before the stages are closed."""
 
@@ -108,8 +104,10 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
             await guard.fail_all_by_shutdown()
             await _bounded(guard.idle(), _ANSWERED_S)
             return
-    # The service is dead, from the start or by a fault during the drain.
-    await _bounded(guard.idle(), _OWN_ANSWER_S)
+    # The service is dead, from the start or by a fault during the drain. The orchestrator fails
+    # the requests that it knows as well, but each of those messages goes through upstream's own
+    # error handling, at milliseconds a request, and it cannot know the requests that are still
+    # being prepared, or send anything when its thread is stuck.
     await guard.fail_all_by_fault()
     if settings.policy == "hold":
         logger.error("[health] the service is dead; holding with 503 until told to stop")

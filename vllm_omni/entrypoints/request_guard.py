@@ -1,8 +1,9 @@
 """The outermost ASGI layer: probes, admission, and an answer for every request in flight.
 
-The orchestrator fails the requests it knows. This guard answers the rest: requests that are
-still being prepared, that wait for an orchestrator whose thread is stuck, or that are in flight
-when the server shuts down. It belongs to the API server's main loop.
+While the service lives the orchestrator fails requests one by one, those of a lost replica. When
+the service is dead, or shuts down, this guard answers everything in flight: also requests that
+are still being prepared, or that wait for an orchestrator whose thread is stuck. It belongs to
+the API server's main loop.
 """
 
 from __future__ import annotations
