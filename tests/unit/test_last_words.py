@@ -1,6 +1,7 @@
 """What a stage process says on its pipe arrives whole, and never blocks the speaker."""
 
 import os
+import select
 
 import pytest
 from vllm_omni.health.faults import Fault, FaultKind
@@ -64,3 +65,17 @@ def test_a_full_pipe_or_no_reader_does_not_hold_up_the_speaker(pipe):
     assert next(iter(reader.read())).fault == fault
     reader.close()
     writer.fault(fault)
+
+
+@pytest.mark.parametrize("text", ["x" * 30000, "\x01" * 30000, '"' * 30000])
+def test_on_a_shared_pipe_a_line_is_written_in_one_piece(pipe, text):
+    reader, _, write_fd, _ = pipe
+    fault = Fault(
+        kind=FaultKind.OOM, exception=text, message=text, traceback=text, device=text, rank=3, pid=7
+    )
+    LastWordsWriter(write_fd, shared=True).fault(fault)
+    assert len(os.read(reader.fd, 1 << 20)) <= select.PIPE_BUF
+    LastWordsWriter(write_fd, shared=True).fault(fault)
+    (words,) = reader.read()
+    told = words.fault
+    assert (told.kind, told.rank, told.pid, told.time) == (FaultKind.OOM, 3, 7, fault.time)

@@ -12,10 +12,11 @@ fits the pipe, whose capacity is 64 KiB by default (pipe(7)), because faults are
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterable, Iterator
 
 import msgspec
-from vllm_omni.health.faults import Fault
+from vllm_omni.health.faults import Fault, clip
 
 _READ_CHUNK = 65536
 _LONGEST_LINE = 1 << 20
@@ -37,10 +38,15 @@ class Words(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LastWordsWriter:
-    """The stage process's end. Thread-safe as far as a single ``write`` is; never raises."""
+    """The stage process's end. Thread-safe as far as a single ``write`` is; never raises.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    ``shared``: other processes write to the same pipe. Lines are then cut to what the kernel
+    writes in one piece, or they could end up in one another.
+    """
+
+    def __init__(self, fd: int, *, shared: bool = False) -> None:
+        self.fd = fd
+        self._limit = select.PIPE_BUF if shared else _LONGEST_LINE
         os.set_blocking(fd, False)
 
     def workers(self, workers: Iterable[WorkerRef]) -> None:
@@ -52,11 +58,48 @@ class LastWordsWriter:
         self._write(Words(fault=fault))
 
     def _write(self, words: Words) -> None:
+        line = msgspec.json.encode(words) + b"\n"
+        for shortened in (_short, _shortest):
+            if len(line) > self._limit and words.fault is not None:
+                line = msgspec.json.encode(Words(fault=shortened(words.fault))) + b"\n"
         try:
-            os.write(self._fd, msgspec.json.encode(words) + b"\n")
+            os.write(self.fd, line)
         except OSError:
             # The server is gone or does not read: there is nobody left to tell.
             pass
+
+
+def _short(fault: Fault) -> Fault:
+    """Without what takes the most room; the process has its traceback in its own log."""
+    return msgspec.structs.replace(
+        fault, traceback=None, bases=fault.bases[:4], message=clip(fault.message, 512)
+    )
+
+
+def _shortest(fault: Fault) -> Fault:
+    """What no name or text, of which JSON may make six times as much, can make too long."""
+    return Fault(
+        kind=fault.kind,
+        severity=fault.severity,
+        exception=clip(fault.exception, 64) if fault.exception else None,
+        rank=fault.rank,
+        pid=fault.pid,
+        time=fault.time,
+    )
+
+
+_own: LastWordsWriter | None = None
+
+
+def speak_through(writer: LastWordsWriter | None) -> None:
+    """Make ``writer`` the end that this process states its last words through."""
+    global _own
+    _own = writer
+
+
+def own_words() -> LastWordsWriter | None:
+    """This process's end of its pipe; None in the server, and where nobody listens."""
+    return _own
 
 
 class LastWordsReader:

@@ -49,6 +49,15 @@ class ProcessIdentity:
         """Whether this very process exists, running or as a zombie."""
         return ProcessIdentity.of(self.pid) == self
 
+    def running(self) -> bool:
+        """Whether this very process exists and has not ended (a zombie has)."""
+        fields = _stat_fields(self.pid)
+        return (
+            fields is not None
+            and int(fields[_STAT_STARTTIME]) == self.start_ticks
+            and fields[2] not in ("Z", "X")
+        )
+
 
 @dataclass(frozen=True)
 class ExitStatus:
@@ -221,6 +230,20 @@ def kill_group(leader: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
         os.killpg(leader.pid, signum)
     except (ProcessLookupError, PermissionError):
         return False
+    return True
+
+
+def kill_process(process: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
+    """Signal this one process and no other; False when it is not there any more."""
+    pidfd = open_pidfd(process)
+    if pidfd is None:
+        return False
+    try:
+        signal.pidfd_send_signal(pidfd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
     return True
 
 

@@ -14,9 +14,8 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from vllm_omni.health.faults import Fault, process_lost
+from vllm_omni.health.faults import Fault
 from vllm_omni.health.last_words import LastWordsReader, Words
 from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.processes import (
@@ -24,59 +23,28 @@ from vllm_omni.health.processes import (
     ProcessIdentity,
     await_ends,
     exit_under_way,
-    group_members,
-    kill_group,
     open_pidfd,
     open_thread_pidfds,
     parent_pid,
     peek_exit_status,
     reap,
 )
+from vllm_omni.health.watched import (
+    Replica,
+    ReplicaKey,
+    WatchedProcess,
+    WatchedThread,
+    WatchedWords,
+    lost_fault,
+)
 
 logger = logging.getLogger(__name__)
-
-ReplicaKey = tuple[int, int]
-"""(stage_id, replica_id)"""
 
 _MESSAGE_GRACE_S = 0.05
 """How long an engine core that exited by itself may still have a message under way.
 
 Its last message was handed to the socket before it exited, so only our own reading is awaited.
 """
-
-
-@dataclass
-class _Watched:
-    """A process under watch. Touched on the supervisor's thread only."""
-
-    identity: ProcessIdentity
-    pidfd: int
-    role: str
-    key: ReplicaKey
-    rank: int | None = None
-    exit_status: Callable[[], ExitStatus] | None = None
-    threads: set[int] = field(default_factory=set)
-    judged: bool = False
-
-
-@dataclass(frozen=True)
-class _Thread:
-    """A thread of a watched process: the first sign that the process is ending."""
-
-    pidfd: int
-    watched: _Watched
-
-
-@dataclass
-class _Replica:
-    """What the supervisor knows of one replica."""
-
-    core: ProcessIdentity
-    words: LastWordsReader | None = None
-    closing: bool = False
-    lost: bool = False
-    faults: list[Fault] = field(default_factory=list)
-    processes: list[_Watched] = field(default_factory=list)
 
 
 class Supervisor:
@@ -93,10 +61,10 @@ class Supervisor:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()
-        self._replicas: dict[ReplicaKey, _Replica] = {}
+        self._replicas: dict[ReplicaKey, Replica] = {}
         self._closing_all = False
         self._stopped = False
-        self._judgements: list[tuple[float, _Watched, ExitStatus]] = []
+        self._judgements: list[tuple[float, WatchedProcess, ExitStatus]] = []
         self._thread = threading.Thread(target=self._run, name="health-supervisor", daemon=True)
 
     # ---- lifecycle -------------------------------------------------------------------------
@@ -128,24 +96,56 @@ class Supervisor:
         """
         key = (stage_id, replica_id)
         self._machine.expect_replica(stage_id, replica_id, pid)
+        watched = self._find(key, pid, "engine core", None, exit_status, words)
+        if watched is not None:
+            with self._lock:
+                self._replicas[key] = Replica(core=watched.identity)
+            self._do(lambda: self._register(watched, words))
+
+    def watch_inline(self, stage_id: int, replica_id: int) -> None:
+        """A replica without a process of its own: it runs in this one, and is never killed."""
+        own = ProcessIdentity.of(os.getpid())
+        assert own is not None, "this process exists"
+        self._machine.expect_replica(stage_id, replica_id, own.pid)
+        with self._lock:
+            self._replicas[(stage_id, replica_id)] = Replica(core=own, inline=True)
+
+    def watch_worker(
+        self,
+        stage_id: int,
+        replica_id: int,
+        rank: int,
+        pid: int,
+        *,
+        words: LastWordsReader | None = None,
+        exit_status: Callable[[], ExitStatus] | None = None,
+    ) -> None:
+        """Watch a worker of an inline replica: a child of this process, just spawned."""
+        watched = self._find((stage_id, replica_id), pid, "worker", rank, exit_status, words)
+        if watched is not None:
+            with self._lock:
+                self._replicas[watched.key].workers.append(watched.identity)
+            self._do(lambda: self._register(watched, words))
+
+    def _find(
+        self,
+        key: ReplicaKey,
+        pid: int,
+        role: str,
+        rank: int | None,
+        exit_status: Callable[[], ExitStatus] | None,
+        words: LastWordsReader | None,
+    ) -> WatchedProcess | None:
+        """The process to watch; None, and its loss reported, when it has ended already."""
         identity = ProcessIdentity.of(pid)
         pidfd = None if identity is None else open_pidfd(identity)
-        if identity is None or pidfd is None:
-            status = exit_status() if exit_status is not None else ExitStatus()
-            self.report(self._lost_fault(key, pid, "engine core", None, status))
-            if words is not None:
-                words.close()
-            return
-        with self._lock:
-            self._replicas[key] = _Replica(core=identity, words=words)
-        watched = _Watched(identity, pidfd, "engine core", key, exit_status=exit_status)
-
-        def register() -> None:
-            self._watch(watched)
-            if words is not None:
-                self._selector.register(words.fd, selectors.EVENT_READ, key)
-
-        self._do(register)
+        if identity is not None and pidfd is not None:
+            return WatchedProcess(identity, pidfd, role, key, rank, exit_status)
+        status = exit_status() if exit_status is not None else ExitStatus()
+        self.report(lost_fault(key, pid, role, rank, status))
+        if words is not None:
+            words.close()
+        return None
 
     def replica_ready(self, stage_id: int, replica_id: int) -> None:
         """A replica serves from now on, so its processes have the threads that they will have.
@@ -160,7 +160,7 @@ class Supervisor:
             for watched in replica.processes if replica is not None else ():
                 for fd in open_thread_pidfds(watched.identity):
                     watched.threads.add(fd)
-                    self._selector.register(fd, selectors.EVENT_READ, _Thread(fd, watched))
+                    self._selector.register(fd, selectors.EVENT_READ, WatchedThread(fd, watched))
 
         self._do(watch_threads)
 
@@ -195,7 +195,7 @@ class Supervisor:
         key = (fault.stage_id, fault.replica_id)
         with self._lock:
             replica = self._replicas.get(key)
-            if replica is not None and fault in replica.faults:
+            if replica is not None and replica.knows(fault):
                 return  # stated on the queue and as last words: the same one
             if replica is not None:
                 replica.faults.append(fault)
@@ -214,14 +214,14 @@ class Supervisor:
     # ---- ending processes ------------------------------------------------------------------
 
     def kill_replica(self, stage_id: int, replica_id: int) -> None:
-        """SIGKILL the process group of one replica; a no-op when nothing of it is left."""
+        """SIGKILL all processes of one replica; a no-op when nothing of it is left."""
         with self._lock:
             replica = self._replicas.get((stage_id, replica_id))
         if replica is not None:
-            kill_group(replica.core)
+            replica.kill()
 
     def kill_all(self, wait_s: float = 2.0) -> list[int]:
-        """SIGKILL every replica's process group and wait for up to ``wait_s`` for their ends.
+        """SIGKILL every replica's processes and wait for up to ``wait_s`` for their ends.
 
         Returns the pids that were alive. Blocks; not for an event loop's thread unless the
         process is ending anyway.
@@ -229,22 +229,20 @@ class Supervisor:
         self.all_closing()
         killed = self.leftovers()
         with self._lock:
-            cores = [replica.core for replica in self._replicas.values()]
-        for core in cores:
-            kill_group(core)
+            replicas = list(self._replicas.values())
+        for replica in replicas:
+            replica.kill()
         await_ends(killed, wait_s)
-        for core in cores:
-            reap(core.pid)
+        for replica in replicas:
+            for pid in replica.roots():
+                reap(pid)
         return killed
 
     def leftovers(self) -> list[int]:
         """Pids of stage processes that are still alive."""
         with self._lock:
-            cores = [replica.core for replica in self._replicas.values()]
-        alive: list[int] = []
-        for core in cores:
-            alive.extend(group_members(core.pid))
-        return alive
+            replicas = list(self._replicas.values())
+        return [pid for replica in replicas for pid in replica.alive()]
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -281,13 +279,13 @@ class Supervisor:
             self._commands.popleft()()
         # What a process said comes before the fact that it has ended.
         for event, _ in ready:
-            if isinstance(event.data, tuple):
+            if isinstance(event.data, WatchedWords):
                 self._read_words(event.data)
         for event, _ in ready:
-            if isinstance(event.data, _Thread):
+            if isinstance(event.data, WatchedThread):
                 self._thread_ended(event.data)
         for event, _ in ready:
-            if isinstance(event.data, _Watched):
+            if isinstance(event.data, WatchedProcess):
                 self._process_ended(event.data)
         now = time.monotonic()
         due = [entry for entry in self._judgements if entry[0] <= now]
@@ -295,17 +293,25 @@ class Supervisor:
         for _, watched, status in due:
             self._judge(watched, status)
 
-    def _read_words(self, key: ReplicaKey) -> None:
-        replica = self._replicas.get(key)
-        if replica is None or replica.words is None:
-            return
-        for words in replica.words.read():
-            self._heard(key, replica, words)
-        if replica.words.closed and replica.words.fd >= 0:
-            self._selector.unregister(replica.words.fd)
-            replica.words.close()
+    def _register(self, watched: WatchedProcess, words: LastWordsReader | None) -> None:
+        self._watch(watched)
+        if words is not None:
+            pipe = WatchedWords(watched.key, words)
+            self._replicas[watched.key].words.append(pipe)
+            self._selector.register(words.fd, selectors.EVENT_READ, pipe)
 
-    def _heard(self, key: ReplicaKey, replica: _Replica, words: Words) -> None:
+    def _read_words(self, pipe: WatchedWords) -> None:
+        replica = self._replicas.get(pipe.key)
+        if replica is None or pipe not in replica.words:
+            return
+        for words in pipe.reader.read():
+            self._heard(pipe.key, replica, words)
+        if pipe.reader.closed:
+            replica.words.remove(pipe)
+            self._selector.unregister(pipe.reader.fd)
+            pipe.reader.close()
+
+    def _heard(self, key: ReplicaKey, replica: Replica, words: Words) -> None:
         if words.fault is not None:
             self.report(words.fault.with_context(stage_id=key[0], replica_id=key[1]))
         for worker in words.workers or ():
@@ -316,20 +322,20 @@ class Supervisor:
                 if pidfd is not None:
                     os.close(pidfd)
                 continue
-            self._watch(_Watched(identity, pidfd, "worker", key, rank=worker.rank))
+            self._watch(WatchedProcess(identity, pidfd, "worker", key, rank=worker.rank))
 
-    def _watch(self, watched: _Watched) -> None:
+    def _watch(self, watched: WatchedProcess) -> None:
         self._replicas[watched.key].processes.append(watched)
         self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
-    def _unwatch(self, watched: _Watched) -> None:
+    def _unwatch(self, watched: WatchedProcess) -> None:
         for fd in (watched.pidfd, *watched.threads):
             self._selector.unregister(fd)
             os.close(fd)
         watched.threads.clear()
         self._replicas[watched.key].processes.remove(watched)
 
-    def _thread_ended(self, thread: _Thread) -> None:
+    def _thread_ended(self, thread: WatchedThread) -> None:
         watched = thread.watched
         if thread.pidfd not in watched.threads:
             return  # closed by an event before this one
@@ -341,25 +347,26 @@ class Supervisor:
         if status is not None:
             self._ending(watched, status)
 
-    def _process_ended(self, watched: _Watched) -> None:
+    def _process_ended(self, watched: WatchedProcess) -> None:
         status = peek_exit_status(watched.identity.pid)
         if status == ExitStatus() and watched.exit_status is not None:
             status = watched.exit_status()
         self._unwatch(watched)
         self._ending(watched, status)
 
-    def _ending(self, watched: _Watched, status: ExitStatus) -> None:
+    def _ending(self, watched: WatchedProcess, status: ExitStatus) -> None:
         if watched.judged:
             return
         watched.judged = True
-        self._read_words(watched.key)
+        for pipe in list(self._replicas[watched.key].words):
+            self._read_words(pipe)
         if watched.role == "engine core" and status.signal_number is None:
             # It ended by itself, so it may have said why, on a queue that is still being read.
             self._judgements.append((time.monotonic() + _MESSAGE_GRACE_S, watched, status))
             return
         self._judge(watched, status)
 
-    def _judge(self, watched: _Watched, status: ExitStatus) -> None:
+    def _judge(self, watched: WatchedProcess, status: ExitStatus) -> None:
         with self._lock:
             replica = self._replicas.get(watched.key)
             expected = self._closing_all or replica is None or replica.closing or replica.lost
@@ -367,29 +374,14 @@ class Supervisor:
             logger.debug("[health] %s %s", watched.role, status.describe())
             return
         self.report(
-            self._lost_fault(watched.key, watched.identity.pid, watched.role, watched.rank, status)
-        )
-
-    @staticmethod
-    def _lost_fault(
-        key: ReplicaKey, pid: int, role: str, rank: int | None, status: ExitStatus
-    ) -> Fault:
-        return process_lost(
-            status.exit_code,
-            message=f"{role} (pid {pid}) {status.describe()}",
-            stage_id=key[0],
-            replica_id=key[1],
-            rank=rank,
-            pid=pid,
-            role=role,
+            lost_fault(watched.key, watched.identity.pid, watched.role, watched.rank, status)
         )
 
     def _close(self) -> None:
         for event in list(self._selector.get_map().values()):
-            if isinstance(event.data, (_Watched, _Thread)):
+            if isinstance(event.data, (WatchedProcess, WatchedThread)):
                 os.close(event.data.pidfd)
-        for replica in self._replicas.values():
-            if replica.words is not None:
-                replica.words.close()
+            elif isinstance(event.data, WatchedWords):
+                event.data.reader.close()
         self._selector.close()
         os.close(self._wake_fd)

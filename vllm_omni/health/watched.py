@@ -1,0 +1,113 @@
+"""What the supervisor has under watch: replicas, their processes, the threads of those.
+
+Plain records; the supervisor serialises every access to them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_omni.health.faults import Fault, process_lost
+from vllm_omni.health.last_words import LastWordsReader
+from vllm_omni.health.processes import (
+    ExitStatus,
+    ProcessIdentity,
+    group_members,
+    kill_group,
+    kill_process,
+)
+
+ReplicaKey = tuple[int, int]
+"""(stage_id, replica_id)"""
+
+
+@dataclass
+class WatchedProcess:
+    """A process under watch. Touched on the supervisor's thread only."""
+
+    identity: ProcessIdentity
+    pidfd: int
+    role: str
+    key: ReplicaKey
+    rank: int | None = None
+    exit_status: Callable[[], ExitStatus] | None = None
+    """How it ended, where somebody else has reaped it first."""
+    threads: set[int] = field(default_factory=set)
+    judged: bool = False
+
+
+@dataclass(frozen=True)
+class WatchedThread:
+    """A thread of a watched process: the first sign that the process is ending."""
+
+    pidfd: int
+    watched: WatchedProcess
+
+
+@dataclass(frozen=True)
+class WatchedWords:
+    """A last-words pipe and the replica whose processes write to it."""
+
+    key: ReplicaKey
+    reader: LastWordsReader
+
+
+@dataclass
+class Replica:
+    """One replica.
+
+    ``core`` is its root process, which leads a process group of its own; of an inline replica
+    it is the server's own process, and only ``workers`` are processes to end.
+    """
+
+    core: ProcessIdentity
+    inline: bool = False
+    closing: bool = False
+    lost: bool = False
+    faults: list[Fault] = field(default_factory=list)
+    processes: list[WatchedProcess] = field(default_factory=list)
+    words: list[WatchedWords] = field(default_factory=list)
+    workers: list[ProcessIdentity] = field(default_factory=list)
+
+    def knows(self, fault: Fault) -> bool:
+        """Whether this very fault was stated before: on the queue, or as last words.
+
+        Cut to the size of a pipe it is still the same one.
+        """
+        return any(
+            (known.kind, known.pid, known.time) == (fault.kind, fault.pid, fault.time)
+            for known in self.faults
+        )
+
+    def alive(self) -> list[int]:
+        """Pids of its processes that are still alive."""
+        if self.inline:
+            return [worker.pid for worker in self.workers if worker.running()]
+        return group_members(self.core.pid)
+
+    def kill(self) -> None:
+        """SIGKILL what is left of it; the server itself is never touched."""
+        if not self.inline:
+            kill_group(self.core)
+            return
+        for worker in self.workers:
+            kill_process(worker, signal.SIGKILL)
+
+    def roots(self) -> list[int]:
+        """Pids of those that are the server's own children, to be reaped by it."""
+        return [worker.pid for worker in self.workers] if self.inline else [self.core.pid]
+
+
+def lost_fault(key: ReplicaKey, pid: int, role: str, rank: int | None, status: ExitStatus) -> Fault:
+    """The fault of a process that ended without having said why."""
+    return process_lost(
+        status.exit_code,
+        message=f"{role} (pid {pid}) {status.describe()}",
+        stage_id=key[0],
+        replica_id=key[1],
+        rank=rank,
+        pid=pid,
+        role=role,
+    )
