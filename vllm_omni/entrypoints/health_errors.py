@@ -1,7 +1,6 @@
-"""Where upstream turns an engine's death into a response, with the fault put in.
+"""Where upstream turns an engine's death into the last event of a stream, with the fault put in.
 
-Both functions take an upstream name (see seams.py) and leave every error that is not an
-engine's death to the original.
+Plain answers are corrected where all of them pass: see held_errors.py.
 """
 
 from __future__ import annotations
@@ -16,25 +15,9 @@ from vllm_omni.entrypoints.request_guard import current_request_id
 from vllm_omni.health import seams
 from vllm_omni.health.runtime import require
 
-_PAYLOAD = "vllm_omni.entrypoints.serve.utils.errors:_build_engine_error_payload"
 _STREAM = (
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing.create_streaming_error_response"
 )
-
-
-def _body(exc: EngineDeadError, request_id: str | None) -> dict[str, Any]:
-    fault = require().fault_of_stage(getattr(exc, "error_stage_id", None))
-    return fault_body(fault, request_id=request_id)
-
-
-def build_engine_error_payload(
-    exc: Exception, *, request_id: str | None
-) -> tuple[dict[str, Any], int]:
-    """The JSON body and status of a plain response that an engine error ended."""
-    if isinstance(exc, EngineDeadError):
-        return _body(exc, request_id), HTTPStatus.INTERNAL_SERVER_ERROR.value
-    payload: tuple[dict[str, Any], int] = seams.original(_PAYLOAD)(exc, request_id=request_id)
-    return payload
 
 
 def create_streaming_error_response(
@@ -44,8 +27,12 @@ def create_streaming_error_response(
     status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
     param: str | None = None,
 ) -> str:
-    """The JSON text of the error event that ends a stream."""
+    """Replaces upstream's: the JSON text of the error event that ends a stream.
+
+    Every error that is not an engine's death is left to the original.
+    """
     if isinstance(message, EngineDeadError):
-        return json.dumps(_body(message, current_request_id()))
+        fault = require().fault_of_stage(getattr(message, "error_stage_id", None))
+        return json.dumps(fault_body(fault, request_id=current_request_id()))
     text: str = seams.original(_STREAM)(self, message, err_type, status_code, param)
     return text

@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.health_routes import (
     retry_after,
     send_json,
 )
+from vllm_omni.entrypoints.held_errors import HeldError, holds_errors
 from vllm_omni.health.runtime import HealthRuntime
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Cutoff(Exception):
 class _Call:
     """One request in flight."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, runtime: HealthRuntime) -> None:
         self.scope = scope
         self.task = asyncio.current_task()
         self.started = False
@@ -74,24 +75,34 @@ class _Call:
         self.running = True
         self.streams_events = False
         self._send = send
+        self._runtime = runtime
+        self._held: HeldError | None = None
 
     @property
     def request_id(self) -> str | None:
-        """The id upstream gave the request, else the client's own X-Request-Id."""
+        """The id by which the client knows its request, else the one upstream gave it.
+
+        Most routes make the client's own X-Request-Id a part of theirs.
+        """
         metadata = self.scope.get("state", {}).get("request_metadata")
-        request_id = getattr(metadata, "request_id", None)
-        if request_id is not None:
-            return str(request_id)
+        given = getattr(metadata, "request_id", None)
         for name, value in self.scope.get("headers", ()):
             if name == b"x-request-id":
-                return bytes(value).decode("latin-1")
-        return None
+                own = bytes(value).decode("latin-1")
+                return str(given) if given is not None and own in str(given) else own
+        return None if given is None else str(given)
 
     async def send(self, message: Message) -> None:
         """The application's ``send``; silent once this call has been taken over."""
         if self.taken_over:
             return
+        if self._held is not None:
+            await self._complete_error(self._held, message)
+            return
         if message["type"] == "http.response.start":
+            if holds_errors(message):
+                self._held = HeldError(message)
+                return
             self.started = True
             self.streams_events = any(
                 name.lower() == b"content-type" and value.startswith(b"text/event-stream")
@@ -100,6 +111,13 @@ class _Call:
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
         await self._send(message)
+
+    async def _complete_error(self, held: HeldError, message: Message) -> None:
+        if message["type"] == "http.response.body" and held.add(message):
+            self._held = None
+            self.started = True
+            self.complete = not message.get("more_body", False)
+            await held.release(self._send, self._runtime, self.request_id)
 
     async def take_over(
         self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]
@@ -215,7 +233,7 @@ class RequestGuard:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         snapshot = self._runtime.machine.snapshot
-        body = refusal_body(snapshot, request_id=_Call(scope, send).request_id)
+        body = refusal_body(snapshot, request_id=_Call(scope, send, self._runtime).request_id)
         if scope["type"] == "websocket":
             await receive()
             reason = body["error"]["message"][:120]
@@ -226,7 +244,7 @@ class RequestGuard:
         await send_json(send, HTTPStatus.SERVICE_UNAVAILABLE, body, headers=headers)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = _Call(scope, send)
+        call = _Call(scope, send, self._runtime)
         self._calls.add(call)
         self._idle.clear()
         _current_call.set(call)

@@ -64,12 +64,6 @@ SERVER = (
         parameters=("app", "sock", "enable_ssl_refresh", "uvicorn_kwargs"),
     ),
     Seam(
-        "vllm_omni.entrypoints.serve.utils.errors:_build_engine_error_payload",
-        "vllm_omni.entrypoints.health_errors:build_engine_error_payload",
-        why="plain responses of requests that an engine's death ended name the fault",
-        parameters=("exc", "request_id"),
-    ),
-    Seam(
         "vllm.entrypoints.generate.base.serving:GenerateBaseServing.create_streaming_error_response",
         "vllm_omni.entrypoints.health_errors:create_streaming_error_response",
         why="streams that an engine's death ended name the fault",
