@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import httpx
 
@@ -19,8 +19,26 @@ MODEL = "tiny"
 LONG = 1500
 """Tokens of a long answer: seconds of work for a tiny model on one core."""
 
-_PATH = "/v1/chat/completions"
 _TEXT_KEPT = 400
+
+
+class Request(Protocol):
+    """What a drill can send. A :class:`ChatCall` records it, whatever the route."""
+
+    @property
+    def path(self) -> str:
+        """The route."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+
+    @property
+    def label(self) -> str:
+        """For people: what it is there for."""
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class ChatRequest:
     max_tokens: int = LONG
     stage_tokens: Sequence[int] | None = None
     label: str = ""
+    path: ClassVar[str] = "/v1/chat/completions"
 
     @classmethod
     def staying_in(cls, stage_id: int, stages: int, *, stream: bool = False) -> ChatRequest:
@@ -174,7 +193,7 @@ def new_client(url: str) -> httpx.AsyncClient:
 
 async def carry_out(
     client: httpx.AsyncClient,
-    request: ChatRequest,
+    request: Request,
     call: ChatCall,
     on_text: Callable[[str], None] = lambda _text: None,
 ) -> None:
@@ -184,7 +203,7 @@ async def carry_out(
     """
     try:
         async with client.stream(
-            "POST", _PATH, json=request.body(), headers={"X-Request-Id": call.request_id}
+            "POST", request.path, json=request.body(), headers={"X-Request-Id": call.request_id}
         ) as response:
             call.head = time.monotonic()
             call.status = response.status_code

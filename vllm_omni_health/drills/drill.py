@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_health.drills.chat import ChatCall, ChatRequest, Outcome
+from vllm_omni_health.drills.chat import ChatCall, ChatRequest, Outcome, Request
 from vllm_omni_health.drills.faults import Injection, Mark
 from vllm_omni_health.drills.load import Load
 from vllm_omni_health.drills.precedence import precedence
@@ -156,9 +156,7 @@ class Drill:
             for stream in (False, True)
         ]
 
-    async def put_under_load(
-        self, requests: Sequence[ChatRequest], *, repeat: bool = False
-    ) -> Load:
+    async def put_under_load(self, requests: Sequence[Request], *, repeat: bool = False) -> Load:
         """Send ``requests`` and wait until all of them are surely in flight.
 
         Raises InvalidDrill when that cannot be had.
@@ -301,7 +299,7 @@ async def fatal_drill(
     *,
     notice_s: float = 30.0,
     end_s: float = 90.0,
-    requests: Sequence[ChatRequest] | None = None,
+    requests: Sequence[Request] | None = None,
 ) -> Findings:
     """The whole of a drill whose fault ends the server: load, injection, survey, end.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from vllm_omni_health.drills.chat import ChatRequest
+from vllm_omni_health.drills.chat import ChatRequest, Request
+from vllm_omni_health.drills.images import SLOW, SLOW_STEP_S, ImageRequest
 from vllm_omni_health.drills.tree import Role
 
 EXIT_STATUS = {
@@ -65,7 +66,7 @@ class Mark:
         """Kind of the fault that this is to become."""
         return KIND_OF_MARK[self.word]
 
-    def request(self, stages: int) -> ChatRequest:
+    def request(self, stages: int) -> Request:
         """The request that carries the mark; it gets to the stage quickly."""
         return ChatRequest(
             prompt=f"Please fail. <|fault:{self.word}@{self.stage_id}|>",
@@ -76,6 +77,27 @@ class Mark:
     def describe(self) -> str:
         """For people: ``fault mark error in stage 0``."""
         return f"fault mark {self.word} in stage {self.stage_id}"
+
+
+@dataclass(frozen=True)
+class ImageMark(Mark):
+    """The same in a request for an image, which a diffusion stage fails in one of its steps.
+
+    ``after_s``: about how long it stays in the stage before, two seconds a step.
+    """
+
+    after_s: float = 0.0
+
+    def request(self, stages: int) -> ImageRequest:
+        """The request that carries the mark."""
+        del stages
+        mark = f"<|fault:{self.word}@{self.stage_id}|>"
+        if not self.after_s:
+            return ImageRequest(f"Please fail. {mark}", 2, label="the one with the mark")
+        # The mark strikes half-way through the steps, each of which is slow.
+        steps = 2 * max(1, round(self.after_s / SLOW_STEP_S))
+        prompt = f"Please fail. {SLOW.format(stage=self.stage_id)}{mark}"
+        return ImageRequest(prompt, steps, label="the one with the mark")
 
 
 Injection = Signal | Mark

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from vllm_omni_health.drills.chat import ChatCall, ChatRequest, Outcome, carry_out, new_client
+from vllm_omni_health.drills.chat import ChatCall, Outcome, Request, carry_out, new_client
 
 _PAUSE_S = 0.25
 """A client's pause after anything but an answer: a dead server answers very quickly."""
@@ -28,7 +28,7 @@ class Load:
     def __init__(
         self,
         url: str,
-        requests: Sequence[ChatRequest],
+        requests: Sequence[Request],
         *,
         repeat: bool = False,
         on_end: Callable[[ChatCall], None] | None = None,
@@ -54,7 +54,7 @@ class Load:
         for request in self._requests:
             self._begin(request, self._repeat)
 
-    def add(self, request: ChatRequest) -> None:
+    def add(self, request: Request) -> None:
         """One more client, which sends this once."""
         self._begin(request, repeat=False)
 
@@ -101,11 +101,11 @@ class Load:
         """How many calls had which outcome."""
         return Counter(call.outcome for call in self.calls)
 
-    def _begin(self, request: ChatRequest, repeat: bool) -> None:
+    def _begin(self, request: Request, repeat: bool) -> None:
         task = asyncio.create_task(self._be_client(request, repeat), name="drill-client")
         self._tasks.append(task)
 
-    async def _be_client(self, request: ChatRequest, repeat: bool) -> None:
+    async def _be_client(self, request: Request, repeat: bool) -> None:
         while not self._stopped:
             call = ChatCall(
                 number=next(self._numbers),

@@ -113,6 +113,9 @@ class ProcessTree:
         """
         processes = _all_processes()
         placed = replicas_by_pid(health)
+        if self.root.pid in placed:
+            # An inline stage runs in the server's own process, with its workers right below.
+            self._members[self.root] = Member(self.root, Role.SERVER, *placed[self.root.pid])
         children: dict[int, list[_Entry]] = {}
         for process in processes.values():
             children.setdefault(process.parent, []).append(process)
@@ -245,8 +248,10 @@ def _labelled(
     elif parent is None:
         role = Role.WORKER if "worker" in title.lower() else Role.HELPER
     elif parent.role is Role.SERVER:
-        # A diffusion stage without an engine core has its worker right below the server.
-        role = Role.WORKER if "worker" in title.lower() else Role.ENGINE_CORE
+        # An inline stage has its worker right below the server, and a diffusion replica with a
+        # process of its own calls that process a worker as well.
+        worker = "worker" in title.lower() and entry.id.pid not in placed
+        role = Role.WORKER if worker else Role.ENGINE_CORE
     else:
         role = Role.WORKER if parent.role is Role.ENGINE_CORE else Role.HELPER
     if place is None and parent is not None and parent.stage_id is not None:
