@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 from vllm_omni.health import seams
-from vllm_omni.health.seams import COMMAND, SERVER, STAGE_PROCESS, WORKER, Seam, SeamError
+from vllm_omni.health.seams import (
+    COMMAND,
+    DIFFUSION_ENGINE,
+    DIFFUSION_WORKER,
+    SERVER,
+    STAGE_PROCESS,
+    WORKER,
+    Seam,
+    SeamError,
+)
 
-ALL = tuple(dict.fromkeys((*COMMAND, *SERVER, *STAGE_PROCESS, *WORKER)))
+TABLES = (COMMAND, SERVER, STAGE_PROCESS, WORKER, DIFFUSION_ENGINE, DIFFUSION_WORKER)
+ALL = tuple(dict.fromkeys(seam for table in TABLES for seam in table))
 SOURCES = Path(__file__).parents[2]
 
 here = type("Here", (), {"value": 1, "method": lambda self, a: a})

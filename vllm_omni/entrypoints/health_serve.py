@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from vllm_omni.entrypoints.health_server import end_process
 from vllm_omni.health import __version__, seams
-from vllm_omni.health.classify import fault_from_exception
+from vllm_omni.health.classify import fault_from_exception, walk
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import State
 from vllm_omni.health.reason import write_reason
@@ -99,6 +99,12 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
     if state is State.STARTING and isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
         where = f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', '?')}"
         _complain(f"cannot listen on {where}: the address is in use; choose another --port")
+        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        return _START_FAILED
+    settings_error = next((found for found in walk(exc) if isinstance(found, SettingsError)), None)
+    if settings_error is not None:
+        # Not known before upstream has resolved the deployment.
+        _complain(settings_error)
         runtime.machine.start_failed(fault_from_exception(exc, role="server"))
         return _START_FAILED
     traceback.print_exception(exc)

@@ -107,6 +107,44 @@ SERVER = (
         why="the fatal-error message on an engine core's output queue has a receiver",
         new=True,
     ),
+    Seam(
+        "vllm_omni.engine.stage_runtime:StageRuntime._initialize_local_diffusion_replica",
+        "vllm_omni.engine.diffusion_client:initialize_replica",
+        why="a diffusion replica's process, engine and client know which replica they are, and "
+        "the client does not block",
+        parameters=("self", "plan", "stage_init_timeout"),
+    ),
+    Seam(
+        "vllm_omni.diffusion.stage_diffusion_proc:get_mp_context",
+        "vllm_omni.engine.diffusion_start:get_mp_context",
+        why="diffusion processes start through our target, with a last-words pipe and a watch",
+        parameters=(),
+    ),
+)
+
+DIFFUSION_ENGINE = (
+    Seam(
+        "vllm_omni.diffusion.diffusion_engine:DiffusionEngine.resolve_engine_class",
+        "vllm_omni.engine.diffusion_engine_health:resolve_engine_class",
+        why="a diffusion engine ends with its first fatal fault and refuses bad requests",
+        parameters=("config",),
+    ),
+    Seam(
+        "vllm_omni.diffusion.executor.multiproc_executor:mp",
+        "vllm_omni.engine.diffusion_workers:worker_context",
+        why="diffusion workers start through our target, with last words and a watch",
+        members=("Process", "Pipe", "Event", "set_start_method"),
+    ),
+)
+"""Needed wherever a diffusion engine runs: in the server (inline) or a process of its own."""
+
+DIFFUSION_WORKER = (
+    Seam(
+        "vllm_omni.diffusion.worker.diffusion_worker:WorkerProc",
+        "vllm_omni.engine.diffusion_workers:HealthDiffusionWorkerProc",
+        why="a diffusion worker's exception reaches its engine with its class",
+        members=("worker_main", "_create_worker", "_enqueue_result"),
+    ),
 )
 
 STAGE_PROCESS = (
@@ -156,7 +194,7 @@ def install_command() -> None:
 
 def install_server() -> None:
     """Take everything else that a server process needs."""
-    _install(SERVER)
+    _install(SERVER + DIFFUSION_ENGINE)
 
 
 def install_stage_process() -> None:
@@ -167,6 +205,16 @@ def install_stage_process() -> None:
 def install_worker() -> None:
     """Take what a worker process needs."""
     _install(WORKER)
+
+
+def install_diffusion_process() -> None:
+    """Take what a diffusion replica's own process needs."""
+    _install(ORPHANS + DIFFUSION_ENGINE)
+
+
+def install_diffusion_worker() -> None:
+    """Take what a diffusion worker process needs."""
+    _install(DIFFUSION_WORKER)
 
 
 def original(target: str) -> Any:

@@ -19,11 +19,12 @@ from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineL
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from omni_tiny_models.faults import inject, kinds_in
-from omni_tiny_models.transformer import DECODER_SCALE, TinyTransformer
+from omni_tiny_models.transformer import DECODER_SCALE, PATCH, TinyTransformer
 
 MAX_TEXT = 128
 DEFAULT_SIZE = 64
 DEFAULT_STEPS = 20
+SIZE_STEP = DECODER_SCALE * PATCH
 
 
 def _attention(heads: int, head_size: int, name: str) -> Attention:
@@ -70,6 +71,10 @@ class TinyDiffusionPipeline(nn.Module):
         params = req.sampling_params
         steps = params.num_inference_steps or DEFAULT_STEPS
         height, width = params.height or DEFAULT_SIZE, params.width or DEFAULT_SIZE
+        for side in (height, width):
+            # As real pipelines do: their input is checked in here, with ValueError.
+            if side % SIZE_STEP or side <= 0:
+                raise ValueError(f"size {width}x{height}: sides must be multiples of {SIZE_STEP}")
         images = max(params.num_outputs_per_prompt, 1)
 
         latents = torch.randn(
