@@ -42,6 +42,7 @@ def test_the_defaults() -> None:
         "termination_log": None,
         "drain_timeout_s": 0.0,
         "shutdown_timeout_s": 30.0,
+        "hang_timeout_s": 300.0,
         "loop_stall_s": 10.0,
         "settle_s": 0.1,
     }
