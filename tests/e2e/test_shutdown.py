@@ -124,3 +124,26 @@ def test_a_killed_server_takes_every_process_with_it(serve, moment) -> None:
             return (await end(server))[1]
 
     assert asyncio.run(scenario()) == []
+
+
+def test_told_to_stop_while_it_starts(
+    serve, termination_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = tmp_path / "s"
+    sockets.mkdir()
+
+    async def scenario() -> tuple[Server, Ending | None, list[Member]]:
+        async with serve("ar-1", ready=False) as server:
+            async with asyncio.timeout(120):
+                while len(server.tree.refresh()) < 2:
+                    await asyncio.sleep(0.05)
+            server.send(signal.SIGTERM)
+            return server, *await end(server)
+
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(sockets))
+    server, ending, left = asyncio.run(scenario())
+    assert ending is not None
+    assert (ending.status, left) == (128 + signal.SIGTERM, []), server.tail()
+    assert json.loads(termination_log.read_text())["exit_status"] == 128 + signal.SIGTERM
+    assert list(sockets.iterdir()) == []
+    assert "told to stop by SIGTERM while starting" in server.stderr

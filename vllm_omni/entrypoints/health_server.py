@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+from vllm_omni.entrypoints.health_exit import end_process, remove_socket_folder
 from vllm_omni.entrypoints.request_guard import RequestGuard
 from vllm_omni.health import seams
 from vllm_omni.health.machine import State
@@ -70,6 +69,7 @@ class _Reasons:
         # The second one means now: no more answers, no more order.
         logger.error("[health] second signal: ending at once")
         self._runtime.supervisor.kill_all()
+        remove_socket_folder()
         end_process(128 + signum)
 
 
@@ -190,12 +190,3 @@ async def _serve(start: Any) -> None:
 
 async def _nothing() -> None:
     return None
-
-
-def end_process(status: int) -> None:
-    """End this process now, with its output flushed and nothing else run."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    logging.shutdown()
-    os._exit(status)

@@ -1,0 +1,73 @@
+"""What is looked at before anything is started: settings, and options that cannot work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.health.settings import HealthSettings, load, variable
+
+_CLOSING_S = 30
+"""Seconds for closing everything after a drain whose length vLLM's option sets."""
+
+
+class BadInput(Exception):
+    """Something the person who started the server can put right, in one line."""
+
+
+def checked_settings(args: Any) -> HealthSettings:
+    """The settings in force, with every check on the command line passed.
+
+    Raises BadInput or SettingsError for the first thing that is wrong.
+    """
+    settings = _settings(args)
+    _check_deploy_file(args)
+    _check_api_server_count(args)
+    _check_fault_tolerance(args)
+    return settings
+
+
+def _settings(args: Any) -> HealthSettings:
+    """Takes the ``health`` key out of ``--additional-config``, because what stays in there enters
+    the stages' compile-cache hash."""
+    additional = getattr(args, "additional_config", None)
+    argument = additional.pop("health", None) if isinstance(additional, dict) else None
+    if argument is not None and not isinstance(argument, dict):
+        raise BadInput(f"--additional-config: health must be a JSON object, not {argument!r}")
+    drain = getattr(args, "shutdown_timeout", None)
+    if drain and argument is None and not os.environ.get(variable("drain_timeout_s")):
+        # vLLM's own option for the same thing, where nothing of ours says otherwise.
+        argument = {"drain_timeout_s": drain}
+        if not os.environ.get(variable("shutdown_timeout_s")):
+            argument["shutdown_timeout_s"] = drain + _CLOSING_S
+    return load(argument)
+
+
+def _check_deploy_file(args: Any) -> None:
+    name = getattr(args, "deploy_config", None)
+    if not name:
+        return
+    from vllm_omni.config.stage_config import _DEPLOY_DIR
+
+    candidates = [Path(name), Path(_DEPLOY_DIR) / name]
+    if not any(path.is_file() for path in candidates):
+        raise BadInput(f"--deploy-config {name}: no such file (also not in {_DEPLOY_DIR})")
+
+
+def _check_fault_tolerance(args: Any) -> None:
+    if getattr(args, "enable_fault_tolerance", False):
+        raise BadInput(
+            "--enable-fault-tolerance: vLLM then holds faults back for a recovery of its own, so "
+            "they would not reach the health layer; drop the option, or use "
+            "VLLM_OMNI_HEALTH=off to run without the layer"
+        )
+
+
+def _check_api_server_count(args: Any) -> None:
+    count = getattr(args, "api_server_count", None) or 1
+    if count > 1:
+        raise BadInput(
+            f"--api-server-count {count}: the health layer supports one API server process so "
+            "far; use 1, or VLLM_OMNI_HEALTH=off to run without the layer"
+        )

@@ -1,0 +1,91 @@
+"""The server process's last steps: end what is left, state the reason, end for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from typing import NoReturn
+
+from vllm_omni.health.reason import write_reason
+from vllm_omni.health.runtime import HealthRuntime
+
+logger = logging.getLogger(__name__)
+
+PLAIN_STDERR = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+"""Stderr without the process prefix that upstream writes in front of every line: what machines
+read must be a whole line of JSON."""
+
+_INTERPRETER_EXIT_S = 5.0
+"""How long the interpreter may take to end after the last of our work: stuck executor threads
+and child processes that are joined at exit can hold it up for ever."""
+
+_SOCKET_BASE = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder in which ZMQ's socket files are made."""
+
+_leaving = threading.Event()
+_socket_folder: str | None = None
+
+
+def complain(what: object) -> None:
+    """One line for the person who started the server."""
+    print(f"vllm serve --omni: {what}", file=PLAIN_STDERR, flush=True)
+
+
+def make_socket_folder() -> None:
+    """Have socket files made in a folder of this server's own.
+
+    Those of processes that were killed stay behind, and nothing else says whose they were.
+    """
+    global _socket_folder
+    _socket_folder = tempfile.mkdtemp(prefix="vllm-omni-", dir=os.environ.get(_SOCKET_BASE))
+    os.environ[_SOCKET_BASE] = _socket_folder
+
+
+def remove_socket_folder() -> None:
+    """Remove the folder with all that is in it; harmless when there is none."""
+    if _socket_folder is not None:
+        shutil.rmtree(_socket_folder, ignore_errors=True)
+
+
+def wait_leaving(timeout_s: float) -> bool:
+    """Wait until the process is on its last steps; whether it is."""
+    return _leaving.wait(timeout_s)
+
+
+def leave(runtime: HealthRuntime, status: int) -> None:
+    """State the reason, end what is left, and make sure that the interpreter does end.
+
+    Only the first call does anything. Blocks for up to two seconds.
+    """
+    if _leaving.is_set():
+        return
+    _leaving.set()
+    runtime.begin_shutdown()
+    left = runtime.supervisor.kill_all()
+    if left:
+        logger.error("[health] killed stage processes that were left: %s", left)
+    runtime.stop()
+    remove_socket_folder()
+    fault = runtime.machine.reason if status != 0 else None
+    write_reason(fault, status, runtime.settings.termination_log, PLAIN_STDERR)
+
+    def enforce() -> None:
+        time.sleep(min(_INTERPRETER_EXIT_S, runtime.shutdown_left()))
+        end_process(status)
+
+    threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process now, with its output flushed and nothing else run."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    logging.shutdown()
+    os._exit(status)
