@@ -18,6 +18,8 @@ from vllm_omni_health.drills.server import Server
 from vllm_omni_health.drills.tree import Role
 
 AR_1, AR_2, AR_3 = ("ar-1", (1,)), ("ar-2", (1, 1)), ("ar-3", (1, 1, 1))
+INPROC = ("ar-inproc", (1,))
+WORDS = ("accelerator", "collective", "exit", "kill")
 
 
 def case(deployment, injection, *, slow=False):
@@ -41,6 +43,12 @@ FATAL = [
     case(AR_3, Mark(stage_id=0), slow=True),
     case(AR_3, Mark(stage_id=1), slow=True),
     case(AR_3, Mark(stage_id=2), slow=True),
+    # The exception's class survives, from a worker's forward pass to the exit status.
+    case(AR_1, Mark(stage_id=0, word="oom")),
+    *[case(AR_1, Mark(stage_id=0, word=word), slow=True) for word in WORDS],
+    *[case(AR_3, Mark(stage_id=stage, word="oom"), slow=True) for stage in range(3)],
+    # The worker inside the engine core, as on a single device.
+    *[case(INPROC, Mark(stage_id=0, word=word), slow=True) for word in ("oom", "error", *WORDS)],
 ]
 
 
