@@ -135,6 +135,9 @@ def test_told_to_stop_while_it_starts(
     async def scenario() -> tuple[Server, Ending | None, list[Member]]:
         async with serve("ar-1", ready=False) as server:
             async with asyncio.timeout(120):
+                # Before that it is still being imported, and a signal ends it as any program.
+                while "vllm-omni-health" not in server.stdout + server.stderr:
+                    await asyncio.sleep(0.05)
                 while len(server.tree.refresh()) < 2:
                     await asyncio.sleep(0.05)
             server.send(signal.SIGTERM)
