@@ -42,6 +42,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.31.0\n")
     serve = [str(SERVE), "ar-1"]
     with reserved_port() as number, socket.socket() as taken:
+        # Connections of an earlier server on this port may still be in TIME_WAIT.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", number))
         taken.listen()
         port = str(number)
@@ -67,6 +69,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 ("no-such-file.yaml",),
             ),
             "port-in-use": Case([*serve, "--port", port], (port, "in use")),
+            "termination-log-in-no-folder": Case(
+                serve,
+                ("VLLM_OMNI_HEALTH_TERMINATION_LOG", "/no/such/folder/log", "folder that exists"),
+                {"VLLM_OMNI_HEALTH_TERMINATION_LOG": "/no/such/folder/log"},
+            ),
+            "port-out-of-range": Case([*serve, "--port", "99999"], ("--port 99999",), status=2),
             "unknown-option": Case([*serve, "--no-such-option"], ("--no-such-option",), status=2),
             "unknown-deployment": Case(
                 [str(SERVE), "no-such-deployment"], ("no-such-deployment",), status=2
@@ -111,6 +119,8 @@ def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
         "unsupported-upstream",
         "missing-deploy-file",
         "port-in-use",
+        "termination-log-in-no-folder",
+        "port-out-of-range",
     ],
 )
 def test_is_told_in_one_line(cases: dict[str, Case], results: dict[str, Result], name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ _CLOSING_S = 30
 class BadInput(Exception):
     """Something the person who started the server can put right, in one line."""
 
+    exit_status = 1
+
+
+class BadUsage(BadInput):
+    """An option of the command line that makes no sense, as argparse would have found it."""
+
+    exit_status = 2
+
 
 def checked_settings(args: Any) -> HealthSettings:
     """The settings in force, with every check on the command line passed.
@@ -22,6 +31,8 @@ def checked_settings(args: Any) -> HealthSettings:
     Raises BadInput or SettingsError for the first thing that is wrong.
     """
     settings = _settings(args)
+    _check_termination_log(settings)
+    _check_port(args)
     _check_deploy_file(args)
     _check_api_server_count(args)
     _check_fault_tolerance(args)
@@ -32,6 +43,11 @@ def _settings(args: Any) -> HealthSettings:
     """Takes the ``health`` key out of ``--additional-config``, because what stays in there enters
     the stages' compile-cache hash."""
     additional = getattr(args, "additional_config", None)
+    if isinstance(additional, str):
+        try:
+            additional = args.additional_config = json.loads(additional)
+        except ValueError as exc:
+            raise BadUsage(f"--additional-config {additional}: not JSON: {exc}") from None
     argument = additional.pop("health", None) if isinstance(additional, dict) else None
     if argument is not None and not isinstance(argument, dict):
         raise BadInput(f"--additional-config: health must be a JSON object, not {argument!r}")
@@ -42,6 +58,23 @@ def _settings(args: Any) -> HealthSettings:
         if not os.environ.get(variable("shutdown_timeout_s")):
             argument["shutdown_timeout_s"] = drain + _CLOSING_S
     return load(argument)
+
+
+def _check_termination_log(settings: HealthSettings) -> None:
+    path = settings.termination_log
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            pass
+    except OSError as exc:
+        raise BadInput(f"termination_log {path}: cannot be written: {exc.strerror}") from None
+
+
+def _check_port(args: Any) -> None:
+    port = getattr(args, "port", None)
+    if isinstance(port, int) and not 0 <= port <= 65535:
+        raise BadUsage(f"--port {port}: must be from 0 to 65535")
 
 
 def _check_deploy_file(args: Any) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import NoReturn
 
+from vllm_omni.health.faults import Fault
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime
 
@@ -72,14 +73,25 @@ def leave(runtime: HealthRuntime, status: int) -> None:
         logger.error("[health] killed stage processes that were left: %s", left)
     runtime.stop()
     remove_socket_folder()
-    fault = runtime.machine.reason if status != 0 else None
-    write_reason(fault, status, runtime.settings.termination_log, PLAIN_STDERR)
+    write_reason(
+        _stated_fault(runtime, status), status, runtime.settings.termination_log, PLAIN_STDERR
+    )
 
     def enforce() -> None:
         time.sleep(min(_INTERPRETER_EXIT_S, runtime.shutdown_left()))
         end_process(status)
 
     threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
+
+
+def _stated_fault(runtime: HealthRuntime, status: int) -> Fault | None:
+    """The fault that explains this status. A start that fails for want of a free port, say, is
+    nothing that an engine did, and only its own line can tell."""
+    fault = runtime.machine.reason
+    started = runtime.machine.snapshot.started
+    if status == 0 or fault is None or (not started and fault.stage_id is None):
+        return None
+    return fault
 
 
 def end_process(status: int) -> NoReturn:

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
@@ -21,8 +22,9 @@ from vllm_omni.entrypoints.health_start import START_FAILED, StartGuard, describ
 from vllm_omni.health import __version__, seams
 from vllm_omni.health.classify import fault_from_exception, walk
 from vllm_omni.health.machine import State
+from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings import SettingsError
+from vllm_omni.health.settings import SettingsError, variable
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,11 @@ def serve(args: Any) -> NoReturn:
         seams.install_server()
     except (SettingsError, seams.SeamError, BadInput) as exc:
         complain(exc)
-        raise SystemExit(START_FAILED) from None
+        status = getattr(exc, "exit_status", START_FAILED)
+        # The settings may be what is wrong, so their file is looked for where it is usually set.
+        log = os.environ.get(variable("termination_log"))
+        write_reason(None, status, Path(log) if log else None, None)
+        raise SystemExit(status) from None
     _set_upstream_switches()
     make_socket_folder()
     if getattr(args, "headless", False):

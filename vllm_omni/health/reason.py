@@ -16,7 +16,11 @@ TERMINATION_LOG_LIMIT = 4096
 """Bytes that the kubelet reads of a container's termination message; the rest is cut off, which
 would leave no JSON ("Determine the Reason for Pod Failure" in the Kubernetes documentation)."""
 
-_NO_FAULT = {0: "The server stopped as it was told to."}
+_NO_FAULT = {
+    0: "The server stopped as it was told to.",
+    1: "The server could not start; its log says why.",
+    2: "The server could not start: its command line makes no sense.",
+}
 _NO_FAULT_OTHER = "The server ended without a fault of its own."
 
 
