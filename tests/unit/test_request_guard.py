@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 import uvicorn
-from vllm_omni.entrypoints.request_guard import RequestGuard
+from vllm_omni.entrypoints.request_guard import Cutoff, RequestGuard
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.settings import HealthSettings
@@ -188,5 +188,26 @@ def test_many_requests_are_failed_together_and_the_client_that_is_gone_holds_nob
             answers = await asyncio.gather(*calls)
             assert {answer.status_code for answer in answers} == {500}
             await asyncio.wait_for(guard.idle(), 5)
+
+    run(scenario)
+
+
+def test_a_connection_that_breaks_in_its_own_way_keeps_nobody_from_an_answer():
+    async def scenario():
+        async with serving() as (client, guard, machine, _):
+
+            async def broken_send(message):
+                raise RuntimeError("no such connection")
+
+            scope = {"type": "http", "method": "POST", "path": "/wait", "headers": []}
+            broken = asyncio.create_task(guard(scope, None, broken_send))
+            call = asyncio.create_task(client.post("/wait"))
+            while guard.in_flight < 2:
+                await asyncio.sleep(0.01)
+            machine.replica_lost(0, 0, FAULT)
+            await guard.fail_all_by_fault()
+            assert (await call).status_code == 500
+            with pytest.raises(Cutoff):
+                await broken
 
     run(scenario)

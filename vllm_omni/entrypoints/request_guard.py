@@ -129,8 +129,11 @@ class _Call:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._answer(status, body, headers)
-        except (TimeoutError, OSError, Cutoff):
+        except TimeoutError:
             logger.warning("[health] a client did not take its failure answer")
+        except Exception:
+            # Whatever one connection does must not keep the others from their answers.
+            logger.warning("[health] a failure answer could not be sent", exc_info=True)
         finally:
             self.answered.set()
             if self.running and self.task is not None:
