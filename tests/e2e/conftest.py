@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def termination_log(tmp_path: Path) -> Path:
     """The file in which the server is to leave its reason."""
     return tmp_path / "termination.log"
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a name short enough for socket files, unlike ``tmp_path``."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -74,6 +74,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 ("VLLM_OMNI_HEALTH_TERMINATION_LOG", "/no/such/folder/log", "folder that exists"),
                 {"VLLM_OMNI_HEALTH_TERMINATION_LOG": "/no/such/folder/log"},
             ),
+            "sockets-in-no-folder": Case(
+                serve,
+                ("VLLM_RPC_BASE_PATH", "/no/such/folder"),
+                {"VLLM_RPC_BASE_PATH": "/no/such/folder"},
+            ),
             "port-out-of-range": Case([*serve, "--port", "99999"], ("--port 99999",), status=2),
             "unknown-option": Case([*serve, "--no-such-option"], ("--no-such-option",), status=2),
             "unknown-deployment": Case(
@@ -120,6 +125,7 @@ def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
         "missing-deploy-file",
         "port-in-use",
         "termination-log-in-no-folder",
+        "sockets-in-no-folder",
         "port-out-of-range",
     ],
 )

@@ -127,10 +127,9 @@ def test_a_killed_server_takes_every_process_with_it(serve, moment) -> None:
 
 
 def test_told_to_stop_while_it_starts(
-    serve, termination_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve, termination_log: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sockets = tmp_path / "s"
-    sockets.mkdir()
+    sockets = short_folder
 
     async def scenario() -> tuple[Server, Ending | None, list[Member]]:
         async with serve("ar-1", ready=False) as server:

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import NoReturn
 
+import zmq
+from vllm_omni.entrypoints.health_checks import BadInput
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime
@@ -29,6 +31,9 @@ and child processes that are joined at exit can hold it up for ever."""
 _SOCKET_BASE = "VLLM_RPC_BASE_PATH"
 """vLLM's variable for the folder in which ZMQ's socket files are made."""
 
+_LONGEST_SOCKET_NAME = "x" * 36
+"""As long as a UUID, which is what vLLM names its socket files with."""
+
 _leaving = threading.Event()
 _socket_folder: str | None = None
 
@@ -42,10 +47,28 @@ def make_socket_folder() -> None:
     """Have socket files made in a folder of this server's own.
 
     Those of processes that were killed stay behind, and nothing else says whose they were.
+    A base folder so long that a name in ours would not fit is left as it is; whether its own
+    names fit is for vLLM to say. Raises BadInput when nothing can be made there.
     """
     global _socket_folder
-    _socket_folder = tempfile.mkdtemp(prefix="vllm-omni-", dir=os.environ.get(_SOCKET_BASE))
-    os.environ[_SOCKET_BASE] = _socket_folder
+    base = os.environ.get(_SOCKET_BASE) or tempfile.gettempdir()
+    try:
+        folder = tempfile.mkdtemp(prefix="vllm-omni-", dir=base)
+    except OSError as exc:
+        raise BadInput(
+            f"{_SOCKET_BASE}: no folder for socket files can be made in {base}: {exc.strerror}",
+        ) from None
+    if len(os.fsencode(os.path.join(folder, _LONGEST_SOCKET_NAME))) > zmq.IPC_PATH_MAX_LEN:
+        os.rmdir(folder)
+        logger.warning(
+            "[health] %s is too long a folder for socket files of this server's own; those of "
+            "processes that are killed will stay behind there (set %s to a shorter one)",
+            base,
+            _SOCKET_BASE,
+        )
+        return
+    _socket_folder = folder
+    os.environ[_SOCKET_BASE] = folder
 
 
 def remove_socket_folder() -> None:

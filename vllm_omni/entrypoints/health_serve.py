@@ -34,6 +34,7 @@ def serve(args: Any) -> NoReturn:
     try:
         settings = checked_settings(args)
         seams.install_server()
+        make_socket_folder()
     except (SettingsError, seams.SeamError, BadInput) as exc:
         complain(exc)
         status = getattr(exc, "exit_status", START_FAILED)
@@ -42,7 +43,6 @@ def serve(args: Any) -> NoReturn:
         write_reason(None, status, Path(log) if log else None, None)
         raise SystemExit(status) from None
     _set_upstream_switches()
-    make_socket_folder()
     if getattr(args, "headless", False):
         _serve_headless(args)
     logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
