@@ -18,6 +18,7 @@ from vllm_omni_health.drills.server import Server
 from vllm_omni_health.drills.tree import Role
 
 AR_1, AR_2, AR_3 = ("ar-1", (1,)), ("ar-2", (1, 1)), ("ar-3", (1, 1, 1))
+TP_2 = ("ar-tp2", (1,))
 INPROC = ("ar-inproc", (1,))
 WORDS = ("accelerator", "collective", "exit", "kill")
 
@@ -47,6 +48,11 @@ FATAL = [
     case(AR_1, Mark(stage_id=0, word="oom")),
     *[case(AR_1, Mark(stage_id=0, word=word), slow=True) for word in WORDS],
     *[case(AR_3, Mark(stage_id=stage, word="oom"), slow=True) for stage in range(3)],
+    # Of rank 1 nobody reads what its calls end in.
+    case(TP_2, Mark(stage_id=0, word="oom", rank=1)),
+    *[case(TP_2, Mark(stage_id=0, word=word, rank=1), slow=True) for word in ("error", *WORDS)],
+    case(TP_2, Mark(stage_id=0, word="oom", rank=0), slow=True),
+    *[case(TP_2, Signal(stage_id=0, role=Role.WORKER, rank=r), slow=True) for r in (0, 1)],
     # The worker inside the engine core, as on a single device.
     *[case(INPROC, Mark(stage_id=0, word=word), slow=True) for word in ("oom", "error", *WORDS)],
 ]

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.diffusion_faults import (
     as_fatal,
     envelope,
@@ -233,6 +234,9 @@ class HealthEngineMixin:
     def _state(self, fault: Fault) -> None:
         """The engine cannot go on: say so. The first fault is the one that ends it."""
         fault = fault.with_context(role="diffusion engine", pid=os.getpid())
+        if not self._workers:
+            # The worker is in here.
+            fault = fault.with_context(memory=memory_figures())
         if self.fault is None:
             self.fault = fault
         self._outlet(fault)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from vllm_omni.engine.worker_faults import FaultText
+from vllm_omni.engine.worker_faults import FaultText, WorkerError
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.classify import (
     DEFAULT_TABLE,
@@ -65,20 +65,6 @@ class RefusalText(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RefusalText, (str.__str__(self), self.status_code, self.error_type)
-
-
-class WorkerError(Exception):
-    """Stands in for a worker's exception: ``str()`` of it is an envelope, and stays one.
-
-    Upstream's workers answer with ``str(exception)``. CPython keeps the subclass.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def fault_of(exc: BaseException, **context: Any) -> Fault:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
 from vllm_omni.engine.process_exit import leave
@@ -135,6 +136,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
             rank=self.gpu_id,
             pid=os.getpid(),
             device=None if device is None else str(device),
+            memory=memory_figures(),
         )
         _say(fault)
         return envelope(exc, fault)

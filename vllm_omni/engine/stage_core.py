@@ -1,30 +1,30 @@
 """What runs in an AR stage's engine-core process: upstream's busy loop, and the truth about
 its end.
 
-The process leads a process group of its own, says which workers it has, and, when it fails,
-states the fault twice: as last words on its pipe, at once, and as a message on its output
-queue, behind the outputs that were already produced.
+The process leads a process group of its own. When it fails, it states the fault twice: as last
+words on its pipe, at once, and as a message on its output queue, behind the outputs that were
+already produced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
+from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.fault_channel import fault_outputs
 from vllm_omni.engine.process_exit import destroy_process_groups, leave
 from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
-from vllm_omni.health.last_words import LastWordsWriter, WorkerRef
+from vllm_omni.health.last_words import LastWordsWriter, own_words, speak_through
 from vllm_omni.health.processes import ExitStatus
-
-_words: LastWordsWriter | None = None
-"""This process's end of its last-words pipe; there is one engine core per process."""
 
 
 def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoReturn:
@@ -33,12 +33,12 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoRetur
     ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe.
     Ends the process with the status that upstream's target would end it with.
     """
-    global _words
     # Of its own, so that a replica can be killed whole without touching the server, and so
     # that a Ctrl-C at the terminal reaches the server alone, which ends stages in order.
     os.setpgid(0, 0)
     if last_words is not None:
-        _words = LastWordsWriter(last_words.fileno())
+        # Shared with the workers.
+        speak_through(LastWordsWriter(last_words.fileno(), shared=True))
     status = 1
     try:
         seams.install_stage_process()
@@ -59,15 +59,19 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoRetur
 class HealthStageEngineCoreProc(StageEngineCoreProc):
     """Upstream's engine core, with typed last messages."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        workers = _worker_handles(self)
-        if workers and _words is not None:
-            _words.workers(WorkerRef(rank=rank, pid=process.pid) for rank, process in workers)
-
     def health_ping(self) -> bool:
         """A utility method: the busy loop answers it between steps, so it turns."""
         return True
+
+    def process_input_sockets(self, *args: Any, **kwargs: Any) -> None:
+        """Upstream's, on a thread of its own."""
+        with _stating_the_end():
+            super().process_input_sockets(*args, **kwargs)
+
+    def process_output_sockets(self, *args: Any, **kwargs: Any) -> None:
+        """Upstream's, on a thread of its own."""
+        with _stating_the_end():
+            super().process_output_sockets(*args, **kwargs)
 
     def _send_engine_dead(self) -> None:
         """Called by upstream while it handles the exception that ended the busy loop."""
@@ -83,6 +87,9 @@ class HealthStageEngineCoreProc(StageEngineCoreProc):
             if exc is not None
             else Fault(kind=FaultKind.ENGINE, role="engine core", pid=os.getpid())
         )
+        if not _worker_handles(self):
+            # The worker is in here.
+            fault = fault.with_context(memory=memory_figures())
         if fault.kind is not FaultKind.ENGINE:
             return fault
         # "Executor failed" is all that an exception says of a dead worker. We are its parent.
@@ -90,6 +97,20 @@ class HealthStageEngineCoreProc(StageEngineCoreProc):
             if process.exitcode is not None:
                 return _worker_lost(fault, rank, process)
         return fault
+
+
+@contextlib.contextmanager
+def _stating_the_end() -> Iterator[None]:
+    """Around a thread without which this engine core does nothing any more.
+
+    Upstream lets it end unseen. There is no queue to say so on, and the loop that would end the
+    process does not know: the server, which reads the last words, ends both.
+    """
+    try:
+        yield
+    except Exception as exc:
+        _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
+        raise
 
 
 def _worker_lost(fault: Fault, rank: int, process: Any) -> Fault:
@@ -117,5 +138,6 @@ def _worker_handles(engine_core: EngineCoreProc) -> list[tuple[int, Any]]:
 
 
 def _say_fault(fault: Fault) -> None:
-    if _words is not None:
-        _words.fault(fault)
+    words = own_words()
+    if words is not None:
+        words.fault(fault)

@@ -8,14 +8,9 @@ fault is what is raised.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from vllm_omni.health import seams
-from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultError
-
-_ENQUEUE = "vllm.v1.executor.multiproc_executor:WorkerProc.enqueue_output"
 
 
 class FaultText(str):
@@ -36,47 +31,18 @@ def _unpack(text: str, payload: bytes) -> FaultText:
     return FaultText(text, Fault.decode(payload))
 
 
-class _WorkerException(Exception):
-    """What stands in for a worker's exception: its text is an envelope."""
+class WorkerError(Exception):
+    """Stands in for a worker's exception: ``str()`` of it is an envelope, and stays one.
 
-    def __init__(self, text: FaultText) -> None:
+    Upstream's workers answer with ``str(exception)``. CPython keeps the subclass.
+    """
+
+    def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
 
     def __str__(self) -> str:
-        # vLLM puts str() of the exception into its answer. CPython keeps the subclass.
         return self.text
-
-
-def enqueue_output(self: Any, output: Any) -> None:
-    """Replaces the worker's answer: an exception goes out in an envelope.
-
-    Runs in the worker process, on its busy loop or its output thread.
-    """
-    original = seams.original(_ENQUEUE)
-    get_output = getattr(output, "get_output", None)
-    if callable(get_output):
-        # What an asynchronous output fails with is raised here, where it still has its class.
-        try:
-            output = get_output()
-        except Exception as exc:
-            output = exc
-    if isinstance(output, Exception):
-        fault = fault_from_exception(
-            output,
-            role="worker",
-            rank=getattr(self, "rank", None),
-            pid=os.getpid(),
-            device=_device(self),
-        )
-        output = _WorkerException(FaultText(fault.message, fault))
-    original(self, output)
-
-
-def _device(worker_proc: Any) -> str | None:
-    worker = getattr(worker_proc, "worker", None)
-    device = getattr(getattr(worker, "worker", worker), "device", None)
-    return None if device is None else str(device)
 
 
 class _TypedResponses:

@@ -177,10 +177,17 @@ STAGE_PROCESS = (
 
 WORKER = (
     Seam(
-        "vllm.v1.executor.multiproc_executor:WorkerProc.enqueue_output",
-        "vllm_omni.engine.worker_faults:enqueue_output",
-        why="a worker's exception reaches its engine core with its class",
-        parameters=("self", "output"),
+        "vllm.v1.executor.multiproc_executor:WorkerProc",
+        "vllm_omni.engine.worker_main:HealthWorkerProc",
+        why="a worker's exception reaches its engine core, or the server, with its class",
+        members=(
+            "worker_main",
+            "worker_busy_loop",
+            "async_output_busy_loop",
+            "_execute_worker_rpc",
+            "handle_output",
+            "enqueue_output",
+        ),
     ),
 )
 

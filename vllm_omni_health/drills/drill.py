@@ -261,6 +261,7 @@ class Drill:
                 member.role is injection.role
                 and member.stage_id == injection.stage_id
                 and (member.replica_id or 0) == injection.replica_id
+                and injection.rank in (None, member.rank())
             ):
                 return member
         raise NoTarget(

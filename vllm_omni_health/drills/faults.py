@@ -46,11 +46,14 @@ class Signal:
     signum: signal.Signals = signal.SIGKILL
     kind: str = "process_lost"
     """Kind of the fault that this is to become."""
+    rank: int | None = None
+    """Of several workers of a replica the one with this rank; None for any."""
 
     def describe(self) -> str:
         """For people: ``SIGKILL to the engine core of stage 1``."""
-        replica = f" replica {self.replica_id}" if self.replica_id else ""
-        return f"{self.signum.name} to the {self.role} of stage {self.stage_id}{replica}"
+        where = f" replica {self.replica_id}" if self.replica_id else ""
+        where += "" if self.rank is None else f" rank {self.rank}"
+        return f"{self.signum.name} to the {self.role} of stage {self.stage_id}{where}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,14 @@ class Mark:
     stage_id: int
     word: str = "error"
     replica_id: int = 0
+    rank: int | None = None
+    """The one rank that it strikes; None for all."""
+
+    @property
+    def text(self) -> str:
+        """The mark itself."""
+        rank = "" if self.rank is None else f".{self.rank}"
+        return f"<|fault:{self.word}@{self.stage_id}{rank}|>"
 
     @property
     def kind(self) -> str:
@@ -69,14 +80,15 @@ class Mark:
     def request(self, stages: int) -> Request:
         """The request that carries the mark; it gets to the stage quickly."""
         return ChatRequest(
-            prompt=f"Please fail. <|fault:{self.word}@{self.stage_id}|>",
+            prompt=f"Please fail. {self.text}",
             stage_tokens=[2] * stages,
             label="the one with the mark",
         )
 
     def describe(self) -> str:
         """For people: ``fault mark error in stage 0``."""
-        return f"fault mark {self.word} in stage {self.stage_id}"
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        return f"fault mark {self.word} in stage {self.stage_id}{rank}"
 
 
 @dataclass(frozen=True)
@@ -91,12 +103,11 @@ class ImageMark(Mark):
     def request(self, stages: int) -> ImageRequest:
         """The request that carries the mark."""
         del stages
-        mark = f"<|fault:{self.word}@{self.stage_id}|>"
         if not self.after_s:
-            return ImageRequest(f"Please fail. {mark}", 2, label="the one with the mark")
+            return ImageRequest(f"Please fail. {self.text}", 2, label="the one with the mark")
         # The mark strikes half-way through the steps, each of which is slow.
         steps = 2 * max(1, round(self.after_s / SLOW_STEP_S))
-        prompt = f"Please fail. {SLOW.format(stage=self.stage_id)}{mark}"
+        prompt = f"Please fail. {SLOW.format(stage=self.stage_id)}{self.text}"
         return ImageRequest(prompt, steps, label="the one with the mark")
 
 

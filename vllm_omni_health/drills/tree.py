@@ -83,6 +83,14 @@ class Member:
         """The process's pid."""
         return self.id.pid
 
+    def rank(self) -> int:
+        """Rank of a worker among those of its replica, as its title says by now; else 0.
+
+        A worker has a plain title until the ranks have found each other.
+        """
+        found = _RANK_IN_TITLE.search(_title(self.pid))
+        return int(found[1]) if found else 0
+
     def describe(self) -> str:
         """For people: ``engine core of stage 1 (pid 4711)``."""
         where = "" if self.stage_id is None else f" of stage {self.stage_id}"
@@ -191,13 +199,17 @@ class _Entry:
     state: str
 
     def title(self) -> str:
-        # The kernel reads it from the process's memory, and waits while that is being changed:
-        # up to seconds in a busy process. So it is not read again once it has told its stage.
-        try:
-            with open(f"/proc/{self.id.pid}/cmdline", "rb") as file:
-                return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            return ""
+        return _title(self.id.pid)
+
+
+def _title(pid: int) -> str:
+    # The kernel reads it from the process's memory, and waits while that is being changed:
+    # up to seconds in a busy process. So it is not read again once it has told its stage.
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _read_stat(pid: int) -> _Entry | None:
@@ -232,6 +244,7 @@ def _id_at(processes: Mapping[int, _Entry], pid: int) -> ProcessId | None:
 
 
 _STAGE_IN_TITLE = re.compile(r"stage_?(\d+)(?:_replica_?(\d+))?", re.IGNORECASE)
+_RANK_IN_TITLE = re.compile(r"_TP(\d+)", re.IGNORECASE)
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 

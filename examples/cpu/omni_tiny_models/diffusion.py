@@ -18,7 +18,7 @@ from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
-from omni_tiny_models.faults import inject, kinds_in
+from omni_tiny_models.faults import inject, kinds_in, own_rank
 from omni_tiny_models.transformer import DECODER_SCALE, PATCH, TinyTransformer
 
 MAX_TEXT = 128
@@ -67,7 +67,7 @@ class TinyDiffusionPipeline(nn.Module):
         """Denoise one request. Faults strike half-way, slowness at every step."""
         prompt = req.prompts[0]
         text = prompt if isinstance(prompt, str) else (prompt.get("prompt") or "")
-        kinds = kinds_in(text, self._stage)
+        kinds = kinds_in(text, self._stage, own_rank())
         params = req.sampling_params
         steps = params.num_inference_steps or DEFAULT_STEPS
         height, width = params.height or DEFAULT_SIZE, params.width or DEFAULT_SIZE

@@ -2,7 +2,8 @@
 
 A mark travels with its prompt, so a later stage sees it as well as the first one. The
 stage it names raises the real exception in a real forward pass, or does the real harm.
-Marks with another kind or stage are plain text.
+``<|fault:KIND@STAGE.RANK|>`` strikes one rank of the stage alone. Marks with another kind,
+stage or rank are plain text.
 """
 
 from __future__ import annotations
@@ -17,20 +18,36 @@ import torch.distributed
 
 KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow")
 STAGES = range(4)
+RANKS = range(2)
 EXIT_STATUS = 3
 SLOW_STEP_S = 2.0
 
-_MARK = re.compile(rf"<\|fault:({'|'.join(KINDS)})@([{STAGES[0]}-{STAGES[-1]}])\|>")
+_MARK = re.compile(
+    rf"<\|fault:({'|'.join(KINDS)})"
+    rf"@([{STAGES[0]}-{STAGES[-1]}])(?:\.([{RANKS[0]}-{RANKS[-1]}]))?\|>"
+)
 
 
-def mark(kind: str, stage: int) -> str:
-    """The mark's text, as it stands in a prompt."""
-    return f"<|fault:{kind}@{stage}|>"
+def mark(kind: str, stage: int, rank: int | None = None) -> str:
+    """The mark's text, as it stands in a prompt; for all ranks, or for one."""
+    where = f"{stage}" if rank is None else f"{stage}.{rank}"
+    return f"<|fault:{kind}@{where}|>"
 
 
-def kinds_in(text: str, stage: int) -> list[str]:
-    """Kinds of the marks for ``stage`` in ``text``, in order."""
-    return [kind for kind, at in _MARK.findall(text) if int(at) == stage]
+def kinds_in(text: str, stage: int, rank: int = 0) -> list[str]:
+    """Kinds of the marks for ``rank`` of ``stage`` in ``text``, in order."""
+    return [
+        kind
+        for kind, at, only in _MARK.findall(text)
+        if int(at) == stage and (not only or int(only) == rank)
+    ]
+
+
+def own_rank() -> int:
+    """The rank of this process in its stage."""
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if ready else 0
 
 
 def inject(kind: str, stage: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omni_tiny_models.faults import KINDS, STAGES, mark
+from omni_tiny_models.faults import KINDS, RANKS, STAGES, mark
 
 _BYTES = 256
 
@@ -51,12 +51,17 @@ FIRST_WORD = _BYTES
 FIRST_SLOW_WORD = FIRST_WORD + len(WORDS)
 FIRST_SPECIAL = FIRST_SLOW_WORD + len(SLOW_WORDS)
 
-_FAULTS = tuple((kind, stage) for stage in STAGES for kind in KINDS)
+# A slow step is a matter of all ranks: one that sleeps keeps the others waiting anyway.
+_FAULTS = tuple(
+    (kind, stage, rank)
+    for rank in (None, *RANKS)
+    for stage in STAGES
+    for kind in KINDS
+    if rank is None or kind != "slow"
+)
 SPECIALS = (END_OF_TEXT, CHAT_START, CHAT_END, *(mark(*fault) for fault in _FAULTS))
 
-FAULT_BY_TOKEN = {
-    FIRST_SPECIAL + SPECIALS.index(mark(kind, stage)): (kind, stage) for kind, stage in _FAULTS
-}
+FAULT_BY_TOKEN = {FIRST_SPECIAL + SPECIALS.index(mark(*fault)): fault for fault in _FAULTS}
 SLOW_WORD_ID = {stage: FIRST_SLOW_WORD + i for i, stage in enumerate(STAGES)}
 CHAT_END_ID = FIRST_SPECIAL + SPECIALS.index(CHAT_END)
 END_OF_TEXT_ID = FIRST_SPECIAL + SPECIALS.index(END_OF_TEXT)
