@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import multiprocessing.connection
 import os
+import threading
 import traceback
 from typing import Any, NoReturn
 
@@ -78,6 +79,7 @@ class HealthWorkerProc(WorkerProc):
 
     _reply_rank: int | None = None
     """The rank whose answer to the present call is read; None for all."""
+    _told_to_end: threading.Event | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rank = int(kwargs.get("rank", 0))
@@ -87,6 +89,11 @@ class HealthWorkerProc(WorkerProc):
             # Upstream tells the engine core no more than that a worker failed.
             self._say(self._fault(exc))
             raise
+
+    def monitor_death_pipe(self, death_pipe: Any, shutdown_requested: threading.Event) -> None:
+        """Upstream's. The event is set before the queues of a worker that is to end are."""
+        self._told_to_end = shutdown_requested
+        super().monitor_death_pipe(death_pipe, shutdown_requested)
 
     def worker_busy_loop(self) -> None:
         """Upstream's, on the main thread. What ends it is stated."""
@@ -148,5 +155,6 @@ class HealthWorkerProc(WorkerProc):
 
     def _say(self, fault: Fault) -> None:
         words = own_words()
-        if words is not None and fault.fatal:
+        told_to_end = self._told_to_end is not None and self._told_to_end.is_set()
+        if words is not None and fault.fatal and not told_to_end:
             words.fault(fault)

@@ -182,6 +182,7 @@ WORKER = (
         why="a worker's exception reaches its engine core, or the server, with its class",
         members=(
             "worker_main",
+            "monitor_death_pipe",
             "worker_busy_loop",
             "async_output_busy_loop",
             "_execute_worker_rpc",

@@ -29,6 +29,7 @@ from vllm_omni.health.processes import (
     peek_exit_status,
     reap,
 )
+from vllm_omni.health.shared_memory import remove_names
 from vllm_omni.health.watched import (
     Replica,
     ReplicaKey,
@@ -150,7 +151,8 @@ class Supervisor:
     def replica_ready(self, stage_id: int, replica_id: int) -> None:
         """A replica serves from now on, so its processes have the threads that they will have.
 
-        Watches those as well: they end long before a process with much memory does.
+        Watches those as well: they end long before a process with much memory does. Shared memory
+        is mapped by all who will use it, so its names can go.
         """
         key = (stage_id, replica_id)
         self._machine.replica_ready(stage_id, replica_id)
@@ -158,6 +160,7 @@ class Supervisor:
         def watch_threads() -> None:
             replica = self._replicas.get(key)
             for watched in replica.processes if replica is not None else ():
+                remove_names(watched.identity.pid)
                 for fd in open_thread_pidfds(watched.identity):
                     watched.threads.add(fd)
                     self._selector.register(fd, selectors.EVENT_READ, WatchedThread(fd, watched))
@@ -230,6 +233,8 @@ class Supervisor:
         killed = self.leftovers()
         with self._lock:
             replicas = list(self._replicas.values())
+        for pid in killed:
+            remove_names(pid)
         for replica in replicas:
             replica.kill()
         await_ends(killed, wait_s)

@@ -1,0 +1,35 @@
+"""Shared-memory segments of the stages, so that none is left behind.
+
+vLLM's CPU communicator makes one a rank, whose name nothing but the end of an undisturbed
+interpreter removes. Memory outlives its name: once every rank has mapped it, the name serves
+nobody, and without it the kernel frees the memory with the last process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+
+_FOLDER = "/dev/shm"
+"""Where Linux shows POSIX shared memory, shm_overview(7)."""
+
+_SEGMENT = re.compile(rf" ({_FOLDER}/vllm_dist_\S+-cpushm_\d+)$", re.MULTILINE)
+"""Names of vLLM's CPU communicator, each with a UUID of its replica in it. Segments that Python
+makes (``psm_``) go by its resource tracker, and NCCL removes the names of its own at once."""
+
+
+def remove_names(pid: int) -> None:
+    """Remove the names of the segments that a stage process has mapped by now.
+
+    Not before all of its peers have mapped them as well, or are about to be ended. Harmless for
+    a process that is gone or cannot be looked at.
+    """
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            paths = set(_SEGMENT.findall(file.read()))
+    except OSError:
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
