@@ -41,6 +41,7 @@ def ended_with_the_reason(
     if status != fault.exit_status:
         promises.append(f"exit status {status}, not {fault.exit_status}")
     promises += [f"left: {member.describe()}" for member in findings.processes_left]
+    promises += [f"left: {path}" for path in findings.traces_left]
     if "destroy_process_group() was not called" in server.stdout + server.stderr:
         promises.append("the log warns about destroy_process_group()")
     for prompt in ("seaside", "Please fail"):
