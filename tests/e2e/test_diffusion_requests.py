@@ -19,11 +19,12 @@ DEPLOYMENTS = [
     "diffusion",
     pytest.param("diffusion-mp", marks=pytest.mark.slow),
     pytest.param("diffusion-replicas", marks=pytest.mark.slow),
+    pytest.param("diffusion-steps-mp", marks=pytest.mark.slow),
 ]
 
 BAD = {
     "a size that is none": ImageRequest(size="64xx", label="400"),
-    "a size that the pipeline does not make": ImageRequest(size="72x72", label="400"),
+    "a size that the pipeline does not make": ImageRequest(size="72x72", steps=2, label="400"),
     "an impossible number of steps": ImageRequest(steps=-3, label="400"),
 }
 

@@ -22,6 +22,7 @@ from vllm_omni_health.drills.server import Server
 from vllm_omni_health.drills.tree import Role
 
 INLINE, MP, REPLICAS = ("diffusion", (1,)), ("diffusion-mp", (1,)), ("diffusion-replicas", (2,))
+STEPS, STEPS_MP = ("diffusion-steps", (1,)), ("diffusion-steps-mp", (1,))
 BEHIND_AR = ("ar-diffusion", (1, 1))
 
 QUEUED: list[Request] = [
@@ -29,6 +30,12 @@ QUEUED: list[Request] = [
     ImageRequest(label="another image"),
     # Behind an AR stage this one is still in there when the diffusion stage fails.
     ChatRequest(label="an image by way of chat"),
+]
+
+
+# Upstream's step scheduler knows no default for the number of steps.
+QUEUED_STEPS: list[Request] = [
+    ImageRequest(steps=2, label=label) for label in ("an image", "another image", "a third image")
 ]
 
 
@@ -48,6 +55,10 @@ def case(deployment, injection, *, slow=False):
         case(MP, ImageMark(0, "oom", after_s=4)),
         case(MP, ImageMark(0, "error", after_s=4), slow=True),
         case(MP, ImageMark(0, "exit", after_s=4), slow=True),
+        # What upstream makes a text of, and serves on after.
+        case(STEPS, ImageMark(0, "oom", after_s=4, preparing=True), slow=True),
+        case(STEPS_MP, ImageMark(0, "accelerator", after_s=4, preparing=True), slow=True),
+        case(STEPS_MP, ImageMark(0, "oom", after_s=4), slow=True),
         case(BEHIND_AR, ImageMark(1, "oom", after_s=4)),
         case(BEHIND_AR, ImageMark(1, "kill", after_s=4), slow=True),
     ],
@@ -57,11 +68,12 @@ def test_fatal_fault_in_a_step_fails_all_and_ends_the_server(
 ) -> None:
     """The request with the mark is in a step already when the others arrive behind it."""
     fault = ExpectedFault(injection.kind, injection.stage_id)
+    queued = QUEUED_STEPS if deployment in (STEPS[0], STEPS_MP[0]) else QUEUED
 
     async def drill() -> tuple[Server, Findings]:
         async with serve(deployment, exit_grace_s=2) as server, Drill(server, stages) as drill:
             findings = await drill.inject(injection)
-            load = await drill.put_under_load(QUEUED)
+            load = await drill.put_under_load(queued)
             if await drill.until(lambda view: view.status != 200, findings, 60):
                 findings.struck = list(load.calls)
                 await drill.look_around(findings)

@@ -30,6 +30,8 @@ from vllm_omni.engine.diffusion_faults import (
     refusal,
     worker_lost,
 )
+from vllm_omni.engine.diffusion_steps import open_envelopes, type_failures
+from vllm_omni.engine.worker_faults import WorkerError
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault, FaultError, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, current
@@ -180,13 +182,15 @@ class HealthEngineMixin:
         self, call: Callable[..., Any], method: str, *args: Any, **kwargs: Any
     ) -> Any:
         """``collective_rpc`` of the executor, on the busy loop's thread or before there is one."""
+        forward = method in _EXECUTE
+        if forward:
+            type_failures(getattr(self.executor, "driver_worker", None), _envelope)
         try:
-            return call(method, *args, **kwargs)
+            answer = call(method, *args, **kwargs)
         except Exception as exc:
             if self._closing:
                 raise
             fault = worker_lost(fault_of(exc), self._workers)
-            forward = method in _EXECUTE
             if fault.fatal:
                 if forward or fault.kind is not FaultKind.ENGINE:
                     self._state(fault)
@@ -202,6 +206,10 @@ class HealthEngineMixin:
             if client_error is exc:
                 raise
             raise client_error from exc
+        fatal = open_envelopes(answer) if forward else None
+        if fatal is not None and not self._closing:
+            self._state(worker_lost(fatal, self._workers))
+        return answer
 
     def _execute(self, execute: Callable[[Any], Any], scheduled: Any) -> Any:
         """One step, or one batch of requests; never returns after a fatal fault."""
@@ -267,6 +275,10 @@ class HealthEngineMixin:
     def _kill_workers(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+
+def _envelope(exc: Exception) -> WorkerError:
+    return envelope(exc, fault_of(exc))
 
 
 def _dequeue(dequeue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
+from vllm_omni.engine.diffusion_steps import type_failures
 from vllm_omni.engine.process_exit import leave
 from vllm_omni.engine.watched_process import WatchedProcessMixin
 from vllm_omni.health import seams
@@ -112,6 +113,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
         execute = wrapper.execute_method
 
         def execute_method(method: Any, *args: Any, **kwargs: Any) -> Any:
+            type_failures(wrapper, self._typed)
             try:
                 return execute(method, *args, **kwargs)
             except Exception as exc:

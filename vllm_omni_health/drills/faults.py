@@ -95,20 +95,30 @@ class Mark:
 class ImageMark(Mark):
     """The same in a request for an image, which a diffusion stage fails in one of its steps.
 
-    ``after_s``: about how long it stays in the stage before, two seconds a step.
+    ``after_s``: about how long it stays in the stage before, two seconds a step. ``preparing``:
+    it strikes when a stage that executes step by step prepares the request.
     """
 
     after_s: float = 0.0
+    preparing: bool = False
 
     def request(self, stages: int) -> ImageRequest:
         """The request that carries the mark."""
         del stages
         if not self.after_s:
             return ImageRequest(f"Please fail. {self.text}", 2, label="the one with the mark")
-        # The mark strikes half-way through the steps, each of which is slow.
-        steps = 2 * max(1, round(self.after_s / SLOW_STEP_S))
-        prompt = f"Please fail. {SLOW.format(stage=self.stage_id)}{self.text}"
+        slow, times = SLOW.format(stage=self.stage_id), max(1, round(self.after_s / SLOW_STEP_S))
+        if self.preparing:
+            # A request of a single step is struck already when it is prepared, mark by mark.
+            prompt, steps = f"Please fail. {slow * times}{self.text}", 1
+        else:
+            # The mark strikes half-way through the steps, each of which is slow.
+            prompt, steps = f"Please fail. {slow}{self.text}", 2 * times
         return ImageRequest(prompt, steps, label="the one with the mark")
+
+    def describe(self) -> str:
+        """For people: ``fault mark oom in stage 0 while preparing``."""
+        return super().describe() + (" while preparing" if self.preparing else "")
 
 
 Injection = Signal | Mark

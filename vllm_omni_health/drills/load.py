@@ -95,7 +95,11 @@ class Load:
             settled = [call for call in self.calls if call.pending and call.sent <= sent_by]
             return len(settled) >= len(self._tasks)
 
-        return await _until(ready, timeout_s)
+        def too_late() -> bool:
+            return not self._repeat and any(not call.pending for call in self.calls)
+
+        await _until(lambda: ready() or too_late(), timeout_s)
+        return ready()
 
     def counts(self) -> Counter[Outcome]:
         """How many calls had which outcome."""
