@@ -23,6 +23,7 @@ from vllm_omni.engine.liveness import PING, LivenessMonitor
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
+from vllm_omni.engine.output_readers import OutputReadersMixin
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.machine import ReplicaState, State
@@ -38,14 +39,12 @@ _CLIENT_CLOSE_S = 10.0
 Upstream allows its processes 5 s after SIGTERM before it kills them itself."""
 
 
-class HealthOrchestratorMixin:
+class HealthOrchestratorMixin(OutputReadersMixin):
     """What both orchestrators get. Lives on the orchestrator's loop, in its thread."""
 
     # Upstream's, used here.
-    stage_pools: list[Any]
     request_states: dict[str, Any]
     output_async_queue: Any
-    _shutdown_event: asyncio.Event
     _cfg_tracker: Any
     _remove_stage_replica_waiting: Callable[[int, int], None]
     _cleanup_request_ids: Callable[..., Coroutine[Any, Any, Any]]
@@ -83,14 +82,21 @@ class HealthOrchestratorMixin:
     # ---- hooks of upstream's run() ---------------------------------------------------------
 
     async def run(self) -> None:
-        """Upstream's loop, woken by every move of the machine."""
+        """Upstream's loop, woken by every move of the machine. Owns the tasks that close stages."""
         loop = asyncio.get_running_loop()
         # The machine calls from any thread; this loop may be closed by then.
         unsubscribe = self._health.machine.observe(lambda _move: _call_soon(loop, self._wake.set))
-        try:
-            await super().run()  # type: ignore[misc]
-        finally:
-            unsubscribe()
+        failure: Exception | None = None
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                await super().run()  # type: ignore[misc]
+            except Exception as exc:
+                # Raised in here it would come out wrapped in a group.
+                failure = exc
+            finally:
+                unsubscribe()
+        if failure is not None:
+            raise failure
 
     def _orchestrator_fault(self, exc: BaseException | None) -> Fault:
         if exc is None:
@@ -153,6 +159,7 @@ class HealthOrchestratorMixin:
                 self._wake.clear()
                 self._liveness.tick()
                 await self._align()
+                self._reconcile_readers()
                 woken = asyncio.ensure_future(self._wake.wait())
                 try:
                     await asyncio.wait(
@@ -240,7 +247,7 @@ class HealthOrchestratorMixin:
     # ---- closing -----------------------------------------------------------------------------
 
     def _own(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name="health-close-client")
+        task = self._tasks.create_task(work, name="health-close-client")
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
 

@@ -4,6 +4,7 @@ then an exit status that says why.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import uvloop
 from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
 from vllm_omni.entrypoints.health_exit import (
     complain,
@@ -43,6 +45,8 @@ def serve(args: Any) -> NoReturn:
         write_reason(None, status, Path(log) if log else None, None)
         raise SystemExit(status) from None
     _set_upstream_switches()
+    # The orchestrator's thread makes a loop of its own; the API server's is uvloop's already.
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     if getattr(args, "headless", False):
         _serve_headless(args)
     logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
