@@ -5,12 +5,15 @@ moment, or raise on the orchestrator's loop.
 """
 
 import asyncio
+import gc
+import os
 import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import janus
+import psutil
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.engine import health_orchestrator
 from vllm_omni.engine.health_orchestrator import HealthOrchestrator
@@ -276,3 +279,30 @@ def test_two_stages_at_once_keep_the_first_cause():
             report.join()
         kinds = [m.fault["kind"] for m in service.machine.history() if m.fault]
         assert {"oom", "engine"} <= set(kinds)
+
+
+def test_a_hundred_lives_leave_nothing_behind():
+    """Started, faulted or stopped, over and over: no thread, descriptor or memory is kept."""
+
+    def live(number):
+        clients = [Client(), Client()]
+        with Service(clients) as service:
+            service.request("pending", replica_id=0)
+            if number % 2:
+                service.runtime.supervisor.report(fault(replica_id=0))
+                service.failures(1)
+                until(lambda: clients[0].shutdowns == 1)
+
+    def held():
+        gc.collect()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        return threading.active_count(), descriptors, psutil.Process().memory_info().rss
+
+    for number in range(20):
+        live(number)
+    threads, descriptors, memory = held()
+    for number in range(100):
+        live(number)
+    after = held()
+    assert after[:2] == (threads, descriptors)
+    assert after[2] - memory < 16 * 2**20
