@@ -28,7 +28,7 @@ class Variant(StrEnum):
     LAYER = "layer"
 
 
-_ENVIRONMENT = {Variant.UPSTREAM: {"VLLM_OMNI_HEALTH": "off"}, Variant.LAYER: {}}
+ENVIRONMENT = {Variant.UPSTREAM: {"VLLM_OMNI_HEALTH": "off"}, Variant.LAYER: {}}
 
 Pair = dict[Variant, Server]
 Progress = Callable[[str], None]
@@ -51,7 +51,7 @@ async def pair(deployment: str, folder: Path, progress: Progress) -> AsyncIterat
                     [str(SERVE), deployment, "--port", str(port)],
                     url=f"http://127.0.0.1:{port}",
                     folder=folder / f"{deployment}-{variant}-{port}",
-                    env=_ENVIRONMENT[variant],
+                    env=ENVIRONMENT[variant],
                 )
             )
             # One after the other: together they would fight for the cores, and for the port.
