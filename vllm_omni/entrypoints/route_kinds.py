@@ -42,6 +42,9 @@ _FREE_POSTS = frozenset(
     }
 )
 
+_WORKING_GETS = frozenset({"/is_sleeping", "/get_world_size", "/weight_info"})
+"""They ask the stages, and would wait for ever for one that is gone."""
+
 _JOB = re.compile(r"/v1/(?:videos|responses)/(?P<id>[^/]+)(?:/content)?|/v1/videos")
 
 
@@ -49,6 +52,8 @@ def kind_of(method: str, path: str) -> RouteKind:
     """The kind of an HTTP route; websockets are all WORK."""
     if method == "POST":
         return RouteKind.FREE if path in _FREE_POSTS else RouteKind.WORK
+    if path in _WORKING_GETS:
+        return RouteKind.WORK
     if method == "GET" and _JOB.fullmatch(path):
         return RouteKind.JOB
     return RouteKind.FREE
