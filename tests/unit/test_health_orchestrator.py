@@ -7,6 +7,7 @@ moment, or raise on the orchestrator's loop.
 import asyncio
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -17,10 +18,12 @@ from vllm_omni.engine.health_orchestrator import HealthOrchestrator
 from vllm_omni.engine.messages import ErrorMessage, ShutdownRequestMessage
 from vllm_omni.engine.orchestrator import OrchestratorRequestState
 from vllm_omni.engine.stage_pool import StagePool
-from vllm_omni.health.faults import Fault, FaultKind
+from vllm_omni.errors import OmniClientError
+from vllm_omni.health.faults import REQUEST_SENTENCE, Fault, FaultKind
 from vllm_omni.health.machine import State
 from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.health.settings import HealthSettings
+from vllm_omni.outputs import OmniRequestOutput
 
 WAIT_S = 20
 
@@ -62,9 +65,9 @@ class Service:
     runs on that loop.
     """
 
-    def __init__(self, *stages):
+    def __init__(self, *stages, **settings):
         self.stages = stages
-        self.runtime = HealthRuntime(HealthSettings(settle_s=0.05))
+        self.runtime = HealthRuntime(HealthSettings(settle_s=0.05, **settings))
         self.machine = self.runtime.machine
         self.error = None
 
@@ -121,7 +124,11 @@ class Service:
         """A request that is in ``stage_id`` now, on its way to the last stage."""
 
         def add():
-            state = OrchestratorRequestState(request_id, final_stage_id=len(self.pools) - 1)
+            last = len(self.pools) - 1
+            params = [SimpleNamespace() for _ in self.pools]
+            state = OrchestratorRequestState(
+                request_id, final_stage_id=last, sampling_params_list=params
+            )
             state.stage_submit_ts[stage_id] = 1.0
             self.orchestrator.request_states[request_id] = state
             pool = self.pools[stage_id]
@@ -139,6 +146,43 @@ class Service:
         messages = [self.outputs.sync_q.get(timeout=WAIT_S) for _ in range(count)]
         assert all(isinstance(m, ErrorMessage) and m.fatal and m.error for m in messages)
         return {message.request_id: message for message in messages}
+
+
+class FirstStage(Client):
+    """A stage that puts out whatever it is told, on its way to the next one."""
+
+    stage_type = "diffusion"
+    final_output = False
+
+    def __init__(self):
+        super().__init__()
+        self.ready = deque()
+
+    def get_diffusion_output_nowait(self):
+        return self.ready.popleft() if self.ready else None
+
+    def finish(self, request_id):
+        self.ready.append(OmniRequestOutput(request_id=request_id, finished=True))
+
+
+class NextStage(Client):
+    """A stage whose input processor the test decides."""
+
+    custom_process_input_func = None
+
+    def __init__(self, process):
+        super().__init__()
+        self.process = process
+
+    def process_engine_inputs(self, _outputs, *_, **__):
+        return self.process()
+
+
+def raising(exc):
+    def process():
+        raise exc
+
+    return process
 
 
 def until(condition):
@@ -259,6 +303,97 @@ def test_a_loop_that_ends_by_an_error_is_the_end_of_the_service():
         assert service.machine.snapshot.state is State.DEAD
         assert service.machine.reason.kind is FaultKind.ORCHESTRATOR
         assert client.shutdowns == 1
+
+
+def test_an_input_processor_that_raises_fails_its_request_alone():
+    first, second = FirstStage(), NextStage(raising(KeyError("secret")))
+    with Service([first], [second], error_budget=1) as service:
+        service.request("doomed")
+        service.request("spared")
+        first.finish("doomed")
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        while not isinstance(message, ErrorMessage):
+            message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.request_id, message.fatal, message.stage_id) == ("doomed", False, 1)
+        assert message.error == REQUEST_SENTENCE
+        noted = service.runtime.request_faults.of("doomed")
+        assert (noted.kind, noted.severity, noted.stage_id) == ("orchestrator", "request", 1)
+        assert noted.exception == "builtins.KeyError"
+        until(lambda: set(service.orchestrator.request_states) == {"spared"})
+        assert service.machine.snapshot.state is State.HEALTHY
+        # It goes on routing, and counting.
+        first.finish("spared")
+        until(lambda: service.machine.snapshot.state is State.DEGRADED)
+        assert service.machine.snapshot.accepting
+        assert service.runtime.request_faults.of("spared") is not None
+        service.stop()
+        assert service.error is None
+
+
+def test_an_input_processor_can_refuse_a_request_as_the_clients_mistake():
+    first, second = FirstStage(), NextStage(raising(OmniClientError("too long", status_code=413)))
+    with Service([first], [second]) as service:
+        service.request("refused")
+        first.finish("refused")
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        while not isinstance(message, ErrorMessage):
+            message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.status_code, message.error) == (413, "too long")
+        assert service.runtime.request_faults.of("refused") is None
+
+
+def test_an_input_processor_that_runs_out_of_memory_is_more_than_one_request():
+    first, second = FirstStage(), NextStage(raising(MemoryError()))
+    with Service([first], [second]) as service:
+        service.request("pending")
+        first.finish("pending")
+        service.thread.join(WAIT_S)
+        assert service.machine.snapshot.state is State.DEAD
+        assert service.machine.reason.kind is FaultKind.HOST_OOM
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone():
+    with Service([Client()]) as service:
+        bad = SimpleNamespace(
+            type="add_request",
+            request_id="bad",
+            prompt=None,
+            original_prompt=None,
+            sampling_params_list=[],
+        )
+        service.requests.sync_q.put(bad)
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.request_id, message.error) == ("bad", REQUEST_SENTENCE)
+        assert service.runtime.request_faults.of("bad").kind == "orchestrator"
+        service.request("fine")
+        assert service.machine.snapshot.state is State.HEALTHY
+
+
+def test_an_error_output_of_a_stage_is_noted_and_counts_unless_the_client_is_to_blame():
+    first = FirstStage()
+    first.final_output = True
+    with Service([first], error_budget=1) as service:
+        for request_id, status in (("mine-1", 400), ("mine-2", 422), ("yours-1", None)):
+            service.request(request_id)
+            output = OmniRequestOutput.from_error(request_id, "it", status_code=status)
+            first.ready.append(output)
+            assert service.outputs.sync_q.get(timeout=WAIT_S).request_id == request_id
+        assert service.runtime.request_faults.of("mine-1") is None
+        noted = service.runtime.request_faults.of("yours-1")
+        assert (noted.kind, noted.fatal, noted.stage_id) == ("engine", False, 0)
+        assert service.machine.snapshot.state is State.HEALTHY
+        service.request("yours-2")
+        first.ready.append(OmniRequestOutput.from_error("yours-2", "it"))
+        until(lambda: service.machine.snapshot.state is State.DEGRADED)
+
+
+def test_a_failure_is_noted_before_it_is_told():
+    with Service([Client()]) as service:
+        service.request("pending")
+        service.runtime.supervisor.report(fault())
+        assert set(service.failures(1)) == {"pending"}
+        noted = service.runtime.request_faults.of("pending")
+        assert (noted.kind, noted.fatal) == (FaultKind.OOM, True)
 
 
 def test_two_stages_at_once_keep_the_first_cause():
