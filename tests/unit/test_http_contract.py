@@ -161,6 +161,22 @@ def test_a_stream_that_a_route_does_not_end_is_ended(app, monkeypatch):
     run(scenario)
 
 
+def test_a_route_that_raises_leaves_the_connection_in_order(app):
+    """Nothing of upstream's catches it: Starlette answers and raises again."""
+
+    async def scenario():
+        async with serving(app) as service:
+            for _ in range(3):
+                # It is not served here, which this route of vLLM's does not expect.
+                body = {"prompt": "tell me", "model": "tiny"}
+                answer = await service.client.post("/v1/completions", json=body)
+                assert answer.status_code == 500, answer.text
+                assert answer.json()["error"]["message"]
+            assert len(service.client._transport._pool.connections) == 1
+
+    run(scenario)
+
+
 def test_a_batch_tells_of_each_item(app):
     """Upstream's answer to a batch has an error per item; the others' audio is not lost."""
 

@@ -94,7 +94,8 @@ class HealthOrchestratorMixin:
             unsubscribe()
 
     def _orchestrator_fault(self, exc: BaseException | None) -> Fault:
-        if exc is None:
+        if exc is None or isinstance(exc, asyncio.CancelledError):
+            # Something else has stopped the loop, such as an exception that is no Exception.
             return Fault(kind=FaultKind.ORCHESTRATOR, role="orchestrator", pid=os.getpid())
         fault = fault_from_exception(exc, role="orchestrator", pid=os.getpid())
         # An inline stage's engine runs on this loop's side: its OOM is an OOM here as well.
@@ -180,7 +181,7 @@ class HealthOrchestratorMixin:
         ended it is the one being handled.
         """
         exc = sys.exception()
-        if not self._health.supervisor.closing and not isinstance(exc, asyncio.CancelledError):
+        if not self._health.supervisor.closing:
             self._health.machine.orchestrator_ended(self._orchestrator_fault(exc))
         await super()._shutdown_extensions()  # type: ignore[misc]
         self._health.supervisor.all_closing()

@@ -189,7 +189,12 @@ class GuardedCall:
         if self.taken_over:
             logger.debug("[health] the application failed after its answer", exc_info=exc)
             return True
-        if not self._streams_events or self.complete:
+        if self.complete:
+            # Starlette answers with 500 and raises again. The HTTP server would then close the
+            # connection, on which the client may have sent its next request.
+            logger.error("[health] the application failed", exc_info=exc)
+            return True
+        if not self._streams_events:
             return False
         logger.error("[health] a stream of events broke off", exc_info=exc)
         await self._end_events(self.failure or self._death())

@@ -11,7 +11,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.sequence import IntermediateTensors
 
 from omni_tiny_models import vocabulary
-from omni_tiny_models.faults import inject
+from omni_tiny_models.faults import ROUTING, inject
 
 
 class TinyOmniModel(Qwen2ForCausalLM):
@@ -30,7 +30,9 @@ class TinyOmniModel(Qwen2ForCausalLM):
         stage = int(getattr(vllm_config.model_config, "stage_id", 0) or 0)
         self._stage = stage
         self._marks = {
-            token: kind for token, (kind, at) in vocabulary.FAULT_BY_TOKEN.items() if at == stage
+            token: kind
+            for token, (kind, at) in vocabulary.FAULT_BY_TOKEN.items()
+            if at == stage and kind not in ROUTING
         }
         self._slow_word = vocabulary.SLOW_WORD_ID[stage]
         self._slow_marks = [token for token, kind in self._marks.items() if kind == "slow"]

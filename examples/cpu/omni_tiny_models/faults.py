@@ -2,7 +2,8 @@
 
 A mark travels with its prompt, so a later stage sees it as well as the first one. The
 stage it names raises the real exception in a real forward pass, or does the real harm.
-Marks with another kind or stage are plain text.
+Those in ROUTING happen in the orchestrator, where the stage's input is made from the output of
+the one before. Marks with another kind or stage are plain text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 import torch
 import torch.distributed
 
-KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow")
+ROUTING = ("router", "loop")
+KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow", *ROUTING)
 STAGES = range(4)
 EXIT_STATUS = 3
 SLOW_STEP_S = 2.0
@@ -29,8 +31,9 @@ def mark(kind: str, stage: int) -> str:
 
 
 def kinds_in(text: str, stage: int) -> list[str]:
-    """Kinds of the marks for ``stage`` in ``text``, in order."""
-    return [kind for kind, at in _MARK.findall(text) if int(at) == stage]
+    """Kinds of the marks for ``stage`` in ``text`` that a forward pass obeys, in order."""
+    found = [kind for kind, at in _MARK.findall(text) if int(at) == stage]
+    return [kind for kind in found if kind not in ROUTING]
 
 
 def inject(kind: str, stage: int) -> None:
@@ -56,5 +59,10 @@ def inject(kind: str, stage: int) -> None:
             time.sleep(3600)
         case "slow":
             time.sleep(SLOW_STEP_S)
+        case "router":
+            raise LookupError(f"no way on, {where}")
+        case "loop":
+            # Not an Exception, so it ends the event loop that it is raised on.
+            raise SystemExit(where)
         case _:
             raise ValueError(f"unknown fault kind {kind!r}; known: {', '.join(KINDS)}")
