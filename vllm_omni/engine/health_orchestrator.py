@@ -134,14 +134,17 @@ class HealthOrchestratorMixin:
                 if not await self._fails_alone(output.request_id, stage_id, exc):
                     raise
 
-    async def _handle_forward_failure(
-        self, req_id: str, next_stage_id: int, req_state: Any, exc: BaseException
-    ) -> bool:
-        """Upstream's hook for a stage input processor that raised."""
-        absorbed = await super()._handle_forward_failure(  # type: ignore[misc]
-            req_id, next_stage_id, req_state, exc
-        )
-        return absorbed or await self._fails_alone(req_id, next_stage_id, exc)
+    async def _forward_to_next_stage(
+        self, req_id: str, src_stage_id: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Upstream's, which runs the next stage's input processor."""
+        try:
+            await super()._forward_to_next_stage(  # type: ignore[misc]
+                req_id, src_stage_id, *args, **kwargs
+            )
+        except Exception as exc:
+            if not await self._fails_alone(req_id, src_stage_id + 1, exc):
+                raise
 
     async def _fails_alone(self, request_id: str | None, stage_id: int, exc: BaseException) -> bool:
         """Fail the one request that ``exc`` was raised for; False if it says more than that."""

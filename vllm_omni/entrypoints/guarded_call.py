@@ -18,6 +18,7 @@ from vllm_omni.entrypoints.health_routes import Message, Scope, Send, send_json
 from vllm_omni.entrypoints.held_errors import HeldAnswer, content_type, is_error
 from vllm_omni.health.faults import REQUEST_SENTENCE, Fault
 from vllm_omni.health.machine import State
+from vllm_omni.health.request_faults import is_request_of
 from vllm_omni.health.runtime import HealthRuntime
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class GuardedCall:
         self.scope = scope
         self.engine_ids: list[str] = []
         """The engine's requests for this call, also those that have ended."""
-        self.tells_of_job = False
+        self.asks_for_job = False
         """Whether it asks for jobs and needs no stage itself."""
         self.job_id: str | None = None
         """The one job that it asks for."""
@@ -73,10 +74,14 @@ class GuardedCall:
         """Whether this is a websocket and not a request."""
         return bool(self.scope["type"] == "websocket")
 
+    def tells_of(self, request_id: str) -> bool:
+        """Whether this engine's request is the work for the job that this call asks for."""
+        return self.job_id is not None and is_request_of(request_id, self.job_id)
+
     @property
     def unanswered(self) -> bool:
         """Whether it waits for something that a stage would have to do."""
-        downloads = self.tells_of_job and self._started and not self._streams_events
+        downloads = self.asks_for_job and self._started and not self._streams_events
         return not self.complete and not downloads
 
     @property

@@ -34,7 +34,6 @@ from vllm_omni.entrypoints.job_answers import JobAnswer
 from vllm_omni.entrypoints.request_book import RequestBook
 from vllm_omni.entrypoints.route_kinds import RouteKind, job_id_of, kind_of
 from vllm_omni.health.faults import Fault
-from vllm_omni.health.request_faults import is_request_of
 from vllm_omni.health.runtime import HealthRuntime
 
 logger = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ class RequestGuard:
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._calls: set[GuardedCall] = set()
+        self._asking: set[GuardedCall] = set()
+        """Those of them that ask for a job."""
         self._answers: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -133,10 +134,9 @@ class RequestGuard:
 
     def _see_to(self, request_id: str, fault: Fault) -> None:
         call = self.book.call_of(request_id)
-        for concerned in self._calls:
-            told_of = concerned.job_id is not None and is_request_of(request_id, concerned.job_id)
-            if concerned is not call and not told_of:
-                continue
+        # When all fail at once this runs once for each, so it must not look at all of them.
+        waiting = [asking for asking in self._asking if asking.tells_of(request_id)]
+        for concerned in waiting if call is None else (call, *waiting):
             if not concerned.is_websocket:
                 self._loop.call_later(_REACT_S, self._see_to_silence, concerned, fault)
             elif fault.fatal:
@@ -199,9 +199,13 @@ class RequestGuard:
         self, scope: Scope, receive: Receive, send: Send, job_id: str | None
     ) -> None:
         call = GuardedCall(scope, JobAnswer(send, self._runtime, job_id).send, self._runtime)
-        call.tells_of_job = True
+        call.asks_for_job = True
         call.job_id = job_id
-        await self._guarded(call, receive)
+        self._asking.add(call)
+        try:
+            await self._guarded(call, receive)
+        finally:
+            self._asking.discard(call)
 
     async def _guarded(self, call: GuardedCall, receive: Receive) -> None:
         self._calls.add(call)

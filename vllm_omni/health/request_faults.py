@@ -31,6 +31,7 @@ class RequestFaults:
 
     def __init__(self) -> None:
         self._faults: OrderedDict[str, Fault] = OrderedDict()
+        self._by_job: dict[str, Fault] = {}
         self._observers: list[Observer] = []
 
     def failed(self, request_id: str, fault: Fault) -> bool:
@@ -38,8 +39,10 @@ class RequestFaults:
         if request_id in self._faults:
             return False
         self._faults[request_id] = fault
+        self._by_job[_job_of(request_id)] = fault
         while len(self._faults) > _KEPT:
-            self._faults.popitem(last=False)
+            forgotten, _ = self._faults.popitem(last=False)
+            self._by_job.pop(_job_of(forgotten), None)
         for observer in tuple(self._observers):
             observer(request_id, fault)
         return True
@@ -50,10 +53,7 @@ class RequestFaults:
 
     def of_job(self, job_id: str) -> Fault | None:
         """Why a job failed, by the id that its client knows."""
-        for request_id in tuple(self._faults):
-            if is_request_of(request_id, job_id):
-                return self._faults.get(request_id)
-        return None
+        return self._by_job.get(job_id)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` for each failure from now on; the result ends that."""
@@ -63,4 +63,8 @@ class RequestFaults:
 
 def is_request_of(request_id: str, job_id: str) -> bool:
     """Whether the engine's request of this id is the work for that job."""
-    return request_id[:-_SUFFIX] == job_id and request_id[-_SUFFIX:][:1] == "-"
+    return _job_of(request_id) == job_id
+
+
+def _job_of(request_id: str) -> str:
+    return request_id[:-_SUFFIX]

@@ -71,7 +71,7 @@ SERVER = (
             "run",
             "_dispatch_message",
             "_handle_processed_outputs",
-            "_handle_forward_failure",
+            "_forward_to_next_stage",
             "_background_tasks",
             "_shutdown_extensions",
             "_handle_dead_replica",
