@@ -108,3 +108,14 @@ def test_only_failures_that_are_over_with_their_request_count():
 
 def test_it_is_off_by_default():
     assert HealthSettings().error_budget == 0
+
+
+def test_a_spent_budget_is_nobody_elses_fault():
+    runtime = HealthRuntime(HealthSettings(error_budget=1))
+    runtime.machine.expect_stage(0, 1)
+    runtime.machine.replica_ready(0, 0)
+    runtime.machine.started()
+    for number in range(2):
+        runtime.request_failed(f"r{number}", FAILED)
+    assert runtime.machine.reason is FAILED
+    assert runtime.fault_of_stage(0) is None

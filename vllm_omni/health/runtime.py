@@ -84,7 +84,9 @@ class HealthRuntime:
             fault = self.machine.stage_fault(stage_id)
             if fault is not None:
                 return fault
-        return self.machine.reason
+        reason = self.machine.reason
+        # What a spent error budget shows is the failure of some other request.
+        return reason if reason is not None and reason.fatal else None
 
 
 _current: HealthRuntime | None = None
