@@ -67,7 +67,7 @@ class Service:
 
     def __init__(self, *stages, **settings):
         self.stages = stages
-        self.runtime = HealthRuntime(HealthSettings(settle_s=0.05, **settings))
+        self.runtime = HealthRuntime(HealthSettings(**{"settle_s": 0.05, **settings}))
         self.machine = self.runtime.machine
         self.error = None
 
@@ -397,7 +397,8 @@ def test_a_failure_is_noted_before_it_is_told():
 
 
 def test_two_stages_at_once_keep_the_first_cause():
-    with Service([Client()], [Client()]) as service:
+    # Wide enough for two threads on a machine that is busy.
+    with Service([Client()], [Client()], settle_s=2) as service:
         service.request("pending")
         both = [fault(stage_id=0), fault(stage_id=1, kind=FaultKind.ENGINE)]
         reports = [
