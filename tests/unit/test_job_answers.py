@@ -6,7 +6,7 @@ import json
 import pytest
 from vllm_omni.entrypoints.job_answers import JobAnswer
 from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.request_faults import RequestFaults
+from vllm_omni.health.request_faults import RequestFaults, is_request_of
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.settings import HealthSettings
 
@@ -84,6 +84,21 @@ def test_in_a_list_each_job_is_put_right_and_the_list_is_fine(runtime):
     assert code == 200
     assert answer["data"][0]["error"]["message"] == OOM.sentence
     assert answer["data"][1] == jobs[1]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "job_id"),
+    [
+        ("video_gen_0a1b-12345678", "video_gen_0a1b"),
+        ("resp_0a1b_0-12345678", "resp_0a1b"),
+        ("resp_0a1b_12-12345678", "resp_0a1b"),
+        ("chatcmpl-mine-12345678", "chatcmpl-mine"),
+        ("short", "short"),
+    ],
+)
+def test_the_id_that_a_client_knows_a_request_of_the_engines_by(request_id, job_id):
+    assert is_request_of(request_id, job_id)
+    assert not is_request_of(request_id, job_id + "0")
 
 
 def test_only_so_many_failures_are_remembered():

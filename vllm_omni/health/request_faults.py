@@ -7,6 +7,7 @@ whoever holds the answer finds the fault here, whatever became of it in between.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -18,8 +19,9 @@ Observer = Callable[[str, Fault], None]
 _KEPT = 4096
 """Requests remembered: more than a server has in flight, and than jobs that are looked up late."""
 
-_SUFFIX = 9
-"""Upstream's engine adds a hyphen and eight characters to the id that a route gives a request."""
+_ENGINES_ID = re.compile(r"(?P<job>.+?)(?:_\d{1,4})?-[^-]{8}")
+"""Upstream's engine adds a hyphen and eight characters to the id that a route gives a request;
+vLLM's route for responses numbers the requests of one response."""
 
 
 class RequestFaults:
@@ -67,4 +69,5 @@ def is_request_of(request_id: str, job_id: str) -> bool:
 
 
 def _job_of(request_id: str) -> str:
-    return request_id[:-_SUFFIX]
+    found = _ENGINES_ID.fullmatch(request_id)
+    return found["job"] if found else request_id
