@@ -78,8 +78,11 @@ def test_another_job_and_a_failure_of_the_clients_are_left_alone(runtime):
 
 
 def test_in_a_list_each_job_is_put_right_and_the_list_is_fine(runtime):
-    runtime.request_failed("video_1-12345678", OOM)
-    jobs = [{"id": "video_1", "status": "failed"}, {"id": "video_2", "status": "completed"}]
+    runtime.request_failed("video_gen_a1-12345678", OOM)
+    jobs = [
+        {"id": "video_gen_a1", "status": "failed"},
+        {"id": "video_gen_a2", "status": "completed"},
+    ]
     code, answer = told(runtime, {"object": "list", "data": jobs}, job_id=None)
     assert code == 200
     assert answer["data"][0]["error"]["message"] == OOM.sentence
