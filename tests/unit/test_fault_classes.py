@@ -10,7 +10,6 @@ from vllm_omni.engine import diffusion_faults
 from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
 from vllm_omni.health import fault_classes
 from vllm_omni.health.classify import classify, fault_from_exception
-from vllm_omni.health.fault_classes import FaultClassError
 from vllm_omni.health.faults import FaultKind, Severity
 from vllm_omni.health.settings import SettingsError, load, variable
 
@@ -187,6 +186,13 @@ def test_a_bad_plugin_stops_the_start_with_one_line(monkeypatch, value, what):
     assert "\n" not in line
 
 
-def test_the_group_is_looked_for_where_packages_declare_it():
+def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    (tmp_path / "npu_faults.py").write_text("CLASSES = {'npu.DeviceLost': 'accelerator'}\n")
+    info = tmp_path / "npu_faults-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-faults\nVersion: 1.0\n")
+    group = f"[{fault_classes.GROUP}]\nnpu = npu_faults:CLASSES\n"
+    (info / "entry_points.txt").write_text(group)
     assert fault_classes.from_plugins() == {}
-    assert issubclass(FaultClassError, ValueError)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fault_classes.from_plugins() == {"npu.DeviceLost": "accelerator:fatal"}
