@@ -82,6 +82,7 @@ class FakeEngine:
     def __init__(self, runtime):
         self.runtime = runtime
         self.request_states = {}
+        self._handles = {}
         self.aborted = []
         self.swallow = False
 

@@ -396,6 +396,16 @@ def test_a_failure_is_noted_before_it_is_told():
         assert (noted.kind, noted.fatal) == (FaultKind.OOM, True)
 
 
+def test_a_duplex_sessions_failure_is_noted_for_the_session():
+    """Its requests are the engine's own; the client's side knows the session."""
+    with Service([Client()]) as service:
+        service.request("turn-1")
+        service.orchestrator.request_states["turn-1"].session_id = "duplex-1"
+        service.runtime.supervisor.report(fault())
+        service.failures(1)
+        assert service.runtime.request_faults.of("duplex-1").kind is FaultKind.OOM
+
+
 def test_two_stages_at_once_keep_the_first_cause():
     # Wide enough for two threads on a machine that is busy.
     with Service([Client()], [Client()], settle_s=2) as service:

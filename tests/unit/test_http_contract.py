@@ -298,6 +298,30 @@ def test_a_websocket_closes_with_1011_and_the_reason(app, path, how):
     run(scenario)
 
 
+def test_a_duplex_session_of_a_lost_replica_closes_with_1011(app):
+    """Upstream would end it in order, as if the client had asked for it."""
+
+    class Duplex:
+        async def handle_realtime_session(self, websocket):
+            await websocket.accept()
+            # As upstream's client does when it opens a session.
+            app.state.engine_client._handles["duplex-1"] = object()
+            await websocket.receive_text()
+
+    async def scenario():
+        async with serving(app, replicas=2) as service:
+            app.state.openai_serving_duplex = Duplex()
+            async with connect(service, "/v1/duplex") as socket:
+                while not service.engine._handles:
+                    await asyncio.sleep(0.01)
+                service.machine.replica_lost(0, 1, OOM)
+                service.runtime.request_failed("duplex-1", OOM)
+                await asyncio.wait_for(drained(socket), 10)
+                assert (socket.close_code, socket.close_reason) == (1011, OOM.sentence)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("path", SESSIONS)
 def test_a_request_of_a_session_that_fails_alone_is_told_and_the_session_goes_on(app, path):
     async def scenario():
