@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import janus
 from vllm_omni.engine.health_orchestrator import HealthOrchestrator
@@ -73,9 +74,9 @@ class Service:
     runs on that loop.
     """
 
-    def __init__(self, *stages):
+    def __init__(self, *stages, **settings):
         self.stages = stages
-        self.runtime = HealthRuntime(HealthSettings(settle_s=0.05))
+        self.runtime = HealthRuntime(HealthSettings(**{"settle_s": 0.05, **settings}))
         self.machine = self.runtime.machine
         self.error = None
 
@@ -134,7 +135,9 @@ class Service:
         def add():
             stages = len(self.pools)
             state = OrchestratorRequestState(
-                request_id, sampling_params_list=[None] * stages, final_stage_id=stages - 1
+                request_id,
+                sampling_params_list=[SimpleNamespace()] * stages,
+                final_stage_id=stages - 1,
             )
             state.stage_submit_ts[stage_id] = 1.0
             self.orchestrator.request_states[request_id] = state

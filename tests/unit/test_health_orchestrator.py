@@ -4,17 +4,53 @@ The fakes do what real stages cannot be made to do on demand: block in shutdown,
 moment, or raise on the orchestrator's loop.
 """
 
+import functools
 import gc
 import os
 import threading
 from types import SimpleNamespace
 
 import psutil
-from fake_stages import WAIT_S, Client, Service, fault, until
+from fake_stages import WAIT_S, Client, DiffusionClient, Service, fault, until
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.engine import health_orchestrator
-from vllm_omni.health.faults import FaultKind
+from vllm_omni.engine.messages import ErrorMessage
+from vllm_omni.errors import OmniClientError
+from vllm_omni.health.faults import REQUEST_SENTENCE, FaultKind
 from vllm_omni.health.machine import State
+from vllm_omni.outputs import OmniRequestOutput
+
+
+class FirstStage(DiffusionClient):
+    """A stage that puts out whatever it is told, on its way to the next one."""
+
+    final_output = False
+
+    def put(self, output):
+        self._output_queue.put_nowait(output)
+
+    def finish(self, request_id):
+        self.put(OmniRequestOutput(request_id=request_id, finished=True))
+
+
+class NextStage(Client):
+    """A stage whose input processor the test decides."""
+
+    custom_process_input_func = None
+
+    def __init__(self, process):
+        super().__init__()
+        self.process = process
+
+    def process_engine_inputs(self, _outputs, *_, **__):
+        return self.process()
+
+
+def raising(exc):
+    def process():
+        raise exc
+
+    return process
 
 
 def test_it_starts_healthy():
@@ -126,8 +162,110 @@ def test_a_loop_that_ends_by_an_error_is_the_end_of_the_service():
         assert client.shutdowns == 1
 
 
+def test_an_input_processor_that_raises_fails_its_request_alone():
+    first, second = FirstStage(), NextStage(raising(KeyError("secret")))
+    with Service([first], [second], error_budget=1) as service:
+        service.request("doomed")
+        service.request("spared")
+        service.on_loop(lambda: first.finish("doomed"))
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        while not isinstance(message, ErrorMessage):
+            message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.request_id, message.fatal, message.stage_id) == ("doomed", False, 1)
+        assert message.error == REQUEST_SENTENCE
+        noted = service.runtime.request_faults.of("doomed")
+        assert (noted.kind, noted.severity, noted.stage_id) == ("orchestrator", "request", 1)
+        assert noted.exception == "builtins.KeyError"
+        until(lambda: set(service.orchestrator.request_states) == {"spared"})
+        assert service.machine.snapshot.state is State.HEALTHY
+        # It goes on routing, and counting.
+        service.on_loop(lambda: first.finish("spared"))
+        until(lambda: service.machine.snapshot.state is State.DEGRADED)
+        assert service.machine.snapshot.accepting
+        assert service.runtime.request_faults.of("spared") is not None
+        service.stop()
+        assert service.error is None
+
+
+def test_an_input_processor_can_refuse_a_request_as_the_clients_mistake():
+    first, second = FirstStage(), NextStage(raising(OmniClientError("too long", status_code=413)))
+    with Service([first], [second]) as service:
+        service.request("refused")
+        service.on_loop(lambda: first.finish("refused"))
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        while not isinstance(message, ErrorMessage):
+            message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.status_code, message.error) == (413, "too long")
+        assert service.runtime.request_faults.of("refused") is None
+
+
+def test_an_input_processor_that_runs_out_of_memory_is_more_than_one_request():
+    first, second = FirstStage(), NextStage(raising(MemoryError()))
+    with Service([first], [second]) as service:
+        service.request("pending")
+        service.on_loop(lambda: first.finish("pending"))
+        service.thread.join(WAIT_S)
+        assert service.machine.snapshot.state is State.DEAD
+        assert service.machine.reason.kind is FaultKind.HOST_OOM
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone():
+    with Service([Client()]) as service:
+        bad = SimpleNamespace(
+            type="add_request",
+            request_id="bad",
+            prompt=None,
+            original_prompt=None,
+            sampling_params_list=[],
+        )
+        service.requests.sync_q.put(bad)
+        message = service.outputs.sync_q.get(timeout=WAIT_S)
+        assert (message.request_id, message.error) == ("bad", REQUEST_SENTENCE)
+        assert service.runtime.request_faults.of("bad").kind == "orchestrator"
+        service.request("fine")
+        assert service.machine.snapshot.state is State.HEALTHY
+
+
+def test_an_error_output_of_a_stage_is_noted_and_counts_unless_the_client_is_to_blame():
+    first = FirstStage()
+    first.final_output = True
+    with Service([first], error_budget=1) as service:
+        for request_id, status in (("mine-1", 400), ("mine-2", 422), ("yours-1", None)):
+            service.request(request_id)
+            output = OmniRequestOutput.from_error(request_id, "it", status_code=status)
+            service.on_loop(functools.partial(first.put, output))
+            assert service.outputs.sync_q.get(timeout=WAIT_S).request_id == request_id
+        assert service.runtime.request_faults.of("mine-1") is None
+        noted = service.runtime.request_faults.of("yours-1")
+        assert (noted.kind, noted.fatal, noted.stage_id) == ("engine", False, 0)
+        assert service.machine.snapshot.state is State.HEALTHY
+        service.request("yours-2")
+        service.on_loop(lambda: first.put(OmniRequestOutput.from_error("yours-2", "it")))
+        until(lambda: service.machine.snapshot.state is State.DEGRADED)
+
+
+def test_a_failure_is_noted_before_it_is_told():
+    with Service([Client()]) as service:
+        service.request("pending")
+        service.runtime.supervisor.report(fault())
+        assert set(service.failures(1)) == {"pending"}
+        noted = service.runtime.request_faults.of("pending")
+        assert (noted.kind, noted.fatal) == (FaultKind.OOM, True)
+
+
+def test_a_duplex_sessions_failure_is_noted_for_the_session():
+    """Its requests are the engine's own; the client's side knows the session."""
+    with Service([Client()]) as service:
+        service.request("turn-1")
+        service.orchestrator.request_states["turn-1"].session_id = "duplex-1"
+        service.runtime.supervisor.report(fault())
+        service.failures(1)
+        assert service.runtime.request_faults.of("duplex-1").kind is FaultKind.OOM
+
+
 def test_two_stages_at_once_keep_the_first_cause():
-    with Service([Client()], [Client()]) as service:
+    # Wide enough for two threads on a machine that is busy.
+    with Service([Client()], [Client()], settle_s=2) as service:
         service.request("pending")
         both = [fault(stage_id=0), fault(stage_id=1, kind=FaultKind.ENGINE)]
         reports = [

@@ -62,6 +62,7 @@ def _make_fault(kind: FaultKind, severity: Severity) -> Fault:
 
 fatal_faults = st.builds(_make_fault, st.sampled_from(FaultKind), st.just(Severity.FATAL))
 any_faults = st.builds(_make_fault, st.sampled_from(FaultKind), st.sampled_from(Severity))
+request_faults = st.builds(_make_fault, st.sampled_from(FaultKind), st.just(Severity.REQUEST))
 stage_ids = st.integers(0, 2)
 replica_ids = st.integers(0, 2)
 devices = st.sampled_from(["cuda:0", "cuda:1"])
@@ -79,6 +80,7 @@ def facts(after: st.SearchStrategy[float]) -> st.SearchStrategy[Fact]:
         one("replica_suspect", stage_ids, replica_ids, st.none() | fatal_faults),
         one("replica_recovered", stage_ids, replica_ids),
         one("memory_pressure", devices, st.none() | fatal_faults),
+        one("error_budget", st.none() | request_faults),
         one("fault_noted", any_faults),
     ]
     rare = [
@@ -176,6 +178,11 @@ class Model:
         last = {fact.args[0]: fact.args[1] for fact in self.told if fact.name == "memory_pressure"}
         return {device for device, fault in last.items() if fault is not None}
 
+    def overspent(self) -> bool:
+        """Whether the last word on the error budget was that it is spent."""
+        last = [fact.args[0] for fact in self.told if fact.name == "error_budget"]
+        return bool(last) and last[-1] is not None
+
     def hopeless(self) -> bool:
         """Whether the last fact leaves no way to serve."""
         if any(fact.name in ("start_failed", "orchestrator_ended") for fact in self.told):
@@ -188,7 +195,7 @@ class Model:
         if self.start_at is None:
             return "STARTING"
         ill = any({"lost", "suspect"} & set(states.values()) for states in self.stages().values())
-        return "DEGRADED" if ill or self.pressed() else "HEALTHY"
+        return "DEGRADED" if ill or self.pressed() or self.overspent() else "HEALTHY"
 
     def accepting(self) -> bool:
         return (

@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 import uvicorn
+import websockets
 from vllm_omni.entrypoints.request_guard import Cutoff, RequestGuard
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
@@ -30,6 +31,9 @@ class App:
             if path == "/quick":
                 await respond(send, b"text/plain", b"fine", more=False)
                 return
+            if path == "/raises":
+                await respond(send, b"text/event-stream", b"data: 1\n\n")
+                raise KeyError("secret")
             if path == "/stream":
                 await respond(send, b"text/event-stream; charset=utf-8", b"data: 1\n\n")
             elif path == "/audio":
@@ -72,6 +76,10 @@ async def serving():
         yield client, guard, machine, app
     server.should_exit = True
     await task
+
+
+async def open_session(url):
+    return await websockets.connect(url, proxy=None)
 
 
 def run(scenario):
@@ -123,6 +131,39 @@ def test_a_stream_ends_with_one_error_event_and_done():
             (error,) = events[:-1]
             assert json.loads(error.removeprefix("data: "))["error"]["fault"]["kind"] == "oom"
             assert app.cancelled == 1
+
+    run(scenario)
+
+
+def test_a_stream_whose_application_raises_ends_with_an_error_event_and_done():
+    async def scenario():
+        async with serving() as (client, _, _, _), client.stream("POST", "/raises") as answer:
+            events = [line async for line in answer.aiter_lines() if line]
+        assert events[0] == "data: 1"
+        assert events[-1] == "data: [DONE]"
+        (error,) = events[1:-1]
+        error = json.loads(error.removeprefix("data: "))["error"]
+        assert (error["code"], error["fault"]) == (500, None)
+        assert error["message"]
+        assert "secret" not in json.dumps(error)
+
+    run(scenario)
+
+
+def test_a_handshake_under_way_is_answered_with_the_fault():
+    async def scenario():
+        async with serving() as (client, guard, machine, app):
+            url = f"ws://{client.base_url.host}:{client.base_url.port}/session"
+            opening = asyncio.ensure_future(open_session(url))
+            await app.entered.wait()
+            machine.replica_lost(0, 0, FAULT)
+            await guard.fail_all_by_fault()
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                await opening
+            response = refused.value.response
+            assert response.status_code == 500
+            assert json.loads(response.body)["error"]["fault"]["kind"] == "oom"
+            await asyncio.wait_for(guard.idle(), 5)
 
     run(scenario)
 

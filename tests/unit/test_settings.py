@@ -44,6 +44,9 @@ def test_the_defaults() -> None:
         "shutdown_timeout_s": 30.0,
         "hang_timeout_s": 300.0,
         "loop_stall_s": 10.0,
+        "error_budget": 0,
+        "error_budget_window_s": 60.0,
+        "fault_classes": {},
         "settle_s": 0.1,
     }
 
@@ -116,6 +119,11 @@ def test_a_relative_termination_log_is_made_absolute(
             "shutdown_timeout_s": st.floats(1, 86400),
             "loop_stall_s": st.floats(1, 3600),
             "settle_s": st.floats(0, 5),
+            "error_budget": st.integers(0, 1000),
+            "fault_classes": st.dictionaries(
+                st.sampled_from(["a.B", "builtins.ValueError", "pkg.mod.Outer.Inner"]),
+                st.sampled_from(["oom", "engine:request", "collective:fatal"]),
+            ),
         },
     )
 )
@@ -286,7 +294,7 @@ def test_every_setting_is_described() -> None:
         assert row.variable == PREFIX + row.name.upper()
         assert row.description
         assert row.allowed
-        assert row.unit == ("seconds" if row.name.endswith("_s") else "")
+        assert (row.unit == "seconds") is row.name.endswith("_s")
     assert rows["exit_grace_s"].default == "5"
     assert rows["degraded_is_unhealthy"].default == "false"
     assert rows["termination_log"].default == ""

@@ -18,6 +18,7 @@ The client is at fault, and gets a 4xx, only where the class says that input was
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,12 @@ import msgspec
 from vllm_omni.engine.worker_faults import FaultText, WorkerError
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.classify import (
-    DEFAULT_TABLE,
+    ClassificationTable,
     classify,
     fault_from_exception,
     walk,
 )
+from vllm_omni.health.fault_classes import in_force
 from vllm_omni.health.faults import Fault, FaultError, FaultKind, Severity, process_lost
 from vllm_omni.health.processes import ExitStatus
 
@@ -44,8 +46,18 @@ _HARMLESS = (
     "builtins.AssertionError",
 )
 
-TABLE = DEFAULT_TABLE.extended(dict.fromkeys(_HARMLESS, (FaultKind.ENGINE, Severity.REQUEST)))
-"""The default table, and what a diffusion forward pass may raise without harm to the replica."""
+
+def table() -> ClassificationTable:
+    """The table in force, and what a diffusion forward pass may raise without harm to the
+    replica. A class that a setting or plugin names keeps what is said there."""
+    return _with_harmless(in_force())
+
+
+@functools.cache
+def _with_harmless(base: ClassificationTable) -> ClassificationTable:
+    harmless = (FaultKind.ENGINE, Severity.REQUEST)
+    return base.extended({name: harmless for name in _HARMLESS if name not in base.classes})
+
 
 _REFUSALS = (ValueError, NotImplementedError)
 """What pipelines and schedulers raise for input that they do not take."""
@@ -69,7 +81,7 @@ class RefusalText(str):
 
 def fault_of(exc: BaseException, **context: Any) -> Fault:
     """The fault of an exception in a forward pass, by its envelope or by its class."""
-    fault = _carried(exc) or fault_from_exception(exc, table=TABLE)
+    fault = _carried(exc) or fault_from_exception(exc, table=table())
     return fault.with_context(**context)
 
 
@@ -81,7 +93,7 @@ def host_fault_of(exc: BaseException) -> Fault:
     carried = _carried(exc)
     if carried is not None:
         return carried
-    fault = fault_from_exception(exc, table=TABLE)
+    fault = fault_from_exception(exc, table=table())
     if fault.kind is FaultKind.ENGINE:
         return msgspec.structs.replace(fault, severity=Severity.REQUEST)
     return fault
@@ -115,7 +127,7 @@ def refusal(exc: BaseException) -> OmniClientError | None:
                 return OmniClientError(
                     str.__str__(text), status_code=text.status_code, error_type=text.error_type
                 )
-    telling = classify(exc, TABLE).exception
+    telling = classify(exc, table()).exception
     if isinstance(telling, _REFUSALS):
         return OmniClientError(str(telling) or type(telling).__name__)
     return None

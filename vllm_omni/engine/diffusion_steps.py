@@ -33,11 +33,12 @@ def type_failures(worker: Any, as_envelope: Callable[[Exception], WorkerError]) 
     stepwise = getattr(getattr(runner, "od_config", None), "step_execution", False)
     if pipeline is None or not stepwise or getattr(pipeline, _MARK, False):
         return
-    setattr(pipeline, _MARK, True)
+    shadow = vars(pipeline)
+    shadow[_MARK] = True
     for name in _SWALLOWED:
         method = getattr(pipeline, name, None)
         if method is not None:
-            setattr(pipeline, name, _typed(method, as_envelope))
+            shadow[name] = _typed(method, as_envelope)
 
 
 def _typed(

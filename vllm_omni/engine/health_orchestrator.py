@@ -24,6 +24,7 @@ from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.engine.output_readers import OutputReadersMixin
+from vllm_omni.engine.request_failures import NotingQueue, failure_of_one
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.machine import ReplicaState, State
@@ -54,7 +55,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
     ) -> None:
         self._health: HealthRuntime = require()
         bell = self._health.output_bell = OutputBell()
-        output = RingingQueue(output_async_queue, bell)
+        output = NotingQueue(RingingQueue(output_async_queue, bell), self._health)
         super().__init__(request_async_queue, output, *args, **kwargs)  # type: ignore[call-arg]
         self._wake = asyncio.Event()
         self._evicted: set[tuple[int, int]] = set()
@@ -99,7 +100,8 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             raise failure
 
     def _orchestrator_fault(self, exc: BaseException | None) -> Fault:
-        if exc is None:
+        if exc is None or isinstance(exc, asyncio.CancelledError):
+            # Something else has stopped the loop, such as an exception that is no Exception.
             return Fault(kind=FaultKind.ORCHESTRATOR, role="orchestrator", pid=os.getpid())
         fault = fault_from_exception(exc, role="orchestrator", pid=os.getpid())
         # An inline stage's engine runs on this loop's side: its OOM is an OOM here as well.
@@ -117,7 +119,52 @@ class HealthOrchestratorMixin(OutputReadersMixin):
                 # It passed admission before the service died and arrives after the sweep.
                 await self._send_failure(request_id, None, self._health.machine.reason)
                 return True
-        return await super()._dispatch_message(msg)  # type: ignore[misc]
+        try:
+            return bool(await super()._dispatch_message(msg))  # type: ignore[misc]
+        except Exception as exc:
+            request_id = getattr(msg, "parent_id", None) or getattr(msg, "request_id", None)
+            if not await self._fails_alone(request_id, 0, exc):
+                raise
+            return True
+
+    async def _handle_processed_outputs(
+        self, stage_id: int, replica_id: int, outputs: list[Any]
+    ) -> None:
+        """Upstream's, one output at a time: what it raises for one is not the others'."""
+        for output in outputs:
+            try:
+                await super()._handle_processed_outputs(stage_id, replica_id, [output])
+            except Exception as exc:
+                if not await self._fails_alone(output.request_id, stage_id, exc):
+                    raise
+
+    async def _forward_to_next_stage(
+        self, req_id: str, src_stage_id: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Upstream's, which runs the next stage's input processor."""
+        try:
+            await super()._forward_to_next_stage(  # type: ignore[misc]
+                req_id, src_stage_id, *args, **kwargs
+            )
+        except Exception as exc:
+            if not await self._fails_alone(req_id, src_stage_id + 1, exc):
+                raise
+
+    async def _fails_alone(self, request_id: str | None, stage_id: int, exc: BaseException) -> bool:
+        """Fail the one request that ``exc`` was raised for; False if it says more than that."""
+        if request_id is None:
+            return False
+        request_id = self._cfg_tracker.get_parent_id(request_id) or request_id
+        message = failure_of_one(exc, request_id, stage_id, self._health)
+        if message is None:
+            return False
+        await self.output_async_queue.put(message)
+        await self._cleanup_request_ids(
+            [request_id, *self._cfg_tracker.cleanup_parent(request_id)],
+            abort=True,
+            release_owners=True,
+        )
+        return True
 
     async def _handle_dead_replica(
         self, stage_id: int, replica_id: int, error: BaseException
@@ -141,7 +188,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         ended it is the one being handled.
         """
         exc = sys.exception()
-        if not self._health.supervisor.closing and not isinstance(exc, asyncio.CancelledError):
+        if not self._health.supervisor.closing:
             self._health.machine.orchestrator_ended(self._orchestrator_fault(exc))
         await super()._shutdown_extensions()  # type: ignore[misc]
         self._health.supervisor.all_closing()
@@ -156,6 +203,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         try:
             while not shutdown.done():
                 self._health.orchestrator_beat()
+                self._health.error_budget.tick()
                 self._wake.clear()
                 self._liveness.tick()
                 await self._align()
@@ -234,13 +282,18 @@ class HealthOrchestratorMixin(OutputReadersMixin):
     async def _send_failure(
         self, request_id: str, stage_id: int | None, fault: Fault | None
     ) -> None:
-        kind = fault.kind if fault is not None else FaultKind.ENGINE
+        fault = fault or Fault(kind=FaultKind.ENGINE)
+        state = self.request_states.get(request_id)
+        # What the client's side knows a request by; a duplex session's by the session alone.
+        for known_as in (request_id, getattr(state, "session_id", None)):
+            if known_as is not None:
+                self._health.request_failed(known_as, fault)
         await self.output_async_queue.put(
             ErrorMessage(
-                error=kind.sentence,
+                error=fault.sentence,
                 fatal=True,
                 request_id=request_id,
-                stage_id=stage_id if fault is None else fault.stage_id,
+                stage_id=fault.stage_id if fault.stage_id is not None else stage_id,
             )
         )
 

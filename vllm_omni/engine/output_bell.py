@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 from typing import Any
 
 import janus
-from vllm_omni.health.runtime import require
+from vllm_omni.health.faults import Fault, FaultKind
+from vllm_omni.health.machine import State
+from vllm_omni.health.runtime import HealthRuntime, require
 
 _CLOSED = (janus.SyncQueueShutDown, RuntimeError)
 """What a closed queue raises, by version of janus."""
@@ -76,6 +79,13 @@ class RingingQueue:
         self._bell.ring()
 
 
+def _note_end(runtime: HealthRuntime) -> None:
+    """The thread is gone. As a rule its loop has said so; this is for when it could not."""
+    if not runtime.supervisor.closing and runtime.machine.snapshot.state is not State.DEAD:
+        fault = Fault(kind=FaultKind.ORCHESTRATOR, role="orchestrator", pid=os.getpid())
+        runtime.machine.orchestrator_ended(fault)
+
+
 async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:
     """Replaces the engine's wait for the next message; None when there was none in time.
 
@@ -102,5 +112,6 @@ async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:
         await asyncio.sleep(timeout)
         return None
     if not self.is_alive():
+        _note_end(require())
         raise RuntimeError("the orchestrator's thread has ended")
     return None

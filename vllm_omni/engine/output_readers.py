@@ -151,7 +151,6 @@ class OutputReadersMixin:
     _orch_monitor: Any
     _process_llm_stage_outputs: Callable[..., Coroutine[Any, Any, list[Any]]]
     _absorb_diffusion_metrics: Callable[[int, int, Any], bool]
-    _handle_processed_outputs: Callable[[int, int, list[Any]], Coroutine[Any, Any, None]]
     _finish_raw_terminal_requests: Callable[[int, int, set[str]], Coroutine[Any, Any, None]]
 
     _readers: OutputReaders | None = None
@@ -160,6 +159,10 @@ class OutputReadersMixin:
 
         async def _handle_dead_replica(
             self, stage_id: int, replica_id: int, error: BaseException
+        ) -> None: ...
+
+        async def _handle_processed_outputs(
+            self, stage_id: int, replica_id: int, outputs: list[Any]
         ) -> None: ...
 
     async def _orchestration_loop_event_driven(self) -> None:

@@ -100,9 +100,9 @@ def fault_summary(fault: Fault | None) -> dict[str, Any] | None:
 
 def fault_body(fault: Fault | None, *, request_id: str | None = None) -> dict[str, Any]:
     """The error body of a request that a fault ended."""
-    kind = fault.kind if fault is not None else FaultKind.ENGINE
+    sentence = fault.sentence if fault is not None else FaultKind.ENGINE.sentence
     return error_body(
-        HTTPStatus.INTERNAL_SERVER_ERROR, kind.sentence, fault=fault, request_id=request_id
+        HTTPStatus.INTERNAL_SERVER_ERROR, sentence, fault=fault, request_id=request_id
     )
 
 
@@ -111,7 +111,7 @@ def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[s
     if snapshot.draining and snapshot.state is not State.DEAD:
         message = SHUTTING_DOWN
     elif snapshot.fault is not None:
-        message = snapshot.fault.kind.sentence
+        message = snapshot.fault.sentence
     else:
         message = NOT_ACCEPTING
     return error_body(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm_omni.health import fault_classes
 from vllm_omni.health.settings import HealthSettings, load, variable
 
 _CLOSING_S = 30
@@ -30,7 +31,7 @@ def checked_settings(args: Any) -> HealthSettings:
 
     Raises BadInput or SettingsError for the first thing that is wrong.
     """
-    settings = _settings(args)
+    settings = _with_plugins(_settings(args))
     _check_termination_log(settings)
     _check_port(args)
     _check_deploy_file(args)
@@ -58,6 +59,15 @@ def _settings(args: Any) -> HealthSettings:
         if not os.environ.get(variable("shutdown_timeout_s")):
             argument["shutdown_timeout_s"] = drain + _CLOSING_S
     return load(argument)
+
+
+def _with_plugins(settings: HealthSettings) -> HealthSettings:
+    """The same settings with the exception classes that plugins name; a setting's own win."""
+    try:
+        named = fault_classes.from_plugins()
+    except fault_classes.FaultClassError as exc:
+        raise BadInput(exc) from None
+    return settings.model_copy(update={"fault_classes": {**named, **settings.fault_classes}})
 
 
 def _check_termination_log(settings: HealthSettings) -> None:

@@ -82,8 +82,12 @@ async def send_json(
     *,
     headers: dict[str, str] | None = None,
     head: bool = False,
+    kind: str = "http",
 ) -> None:
-    """Send a whole JSON response; with ``head`` its headers alone."""
+    """Send a whole JSON response; with ``head`` its headers alone.
+
+    ``kind``: what ASGI's message types begin with, for a response to a websocket's handshake.
+    """
     payload = json.dumps(body).encode()
     fields = [
         (b"content-type", b"application/json"),
@@ -91,5 +95,5 @@ async def send_json(
         (b"cache-control", b"no-store"),
     ]
     fields += [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status.value, "headers": fields})
-    await send({"type": "http.response.body", "body": b"" if head else payload})
+    await send({"type": f"{kind}.response.start", "status": status.value, "headers": fields})
+    await send({"type": f"{kind}.response.body", "body": b"" if head else payload})

@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.health_exit import (
     remove_socket_folder,
 )
 from vllm_omni.entrypoints.health_start import START_FAILED, StartGuard, describe
-from vllm_omni.health import __version__, seams
+from vllm_omni.health import __version__, fault_classes, seams
 from vllm_omni.health.classify import fault_from_exception, walk
 from vllm_omni.health.machine import State
 from vllm_omni.health.reason import write_reason
@@ -35,6 +35,9 @@ def serve(args: Any) -> NoReturn:
     """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
     try:
         settings = checked_settings(args)
+        # Child processes have no command line of ours.
+        os.environ.update(settings.to_environ())
+        fault_classes.use(fault_classes.table_with(settings.fault_classes))
         seams.install_server()
         make_socket_folder()
     except (SettingsError, seams.SeamError, BadInput) as exc:

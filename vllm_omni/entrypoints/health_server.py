@@ -90,8 +90,8 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
         logger.warning("[health] signal %d: no new requests from now on", reasons.signals[0])
         runtime.begin_shutdown()
         runtime.machine.drain()
-        if settings.drain_timeout_s > 0 and guard.in_flight:
-            idle = asyncio.ensure_future(guard.idle())
+        if settings.drain_timeout_s > 0:
+            idle = asyncio.ensure_future(guard.all_done())
             dead = asyncio.ensure_future(reasons.dead.wait())
             await asyncio.wait(
                 {idle, dead},
@@ -163,6 +163,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     """
     runtime = require()
     guard = RequestGuard(app, runtime)
+    guard.book.keep(app.state.engine_client)
     kwargs.setdefault("timeout_graceful_shutdown", _CONNECTIONS_S)
     upstream_serve_http = seams.original("vllm_omni.entrypoints.openai.api_server:serve_http")
     async with asyncio.TaskGroup() as group:

@@ -9,22 +9,20 @@ the API server's main loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from vllm_omni.entrypoints.guarded_call import GuardedCall, refuse_handshake, set_current_call
 from vllm_omni.entrypoints.health_bodies import (
-    DONE_EVENT,
     SHUTTING_DOWN,
     error_body,
-    event,
     fault_body,
     refusal_body,
 )
 from vllm_omni.entrypoints.health_routes import (
-    Message,
     Receive,
     Scope,
     Send,
@@ -32,133 +30,21 @@ from vllm_omni.entrypoints.health_routes import (
     retry_after,
     send_json,
 )
-from vllm_omni.entrypoints.held_errors import HeldError, holds_errors
+from vllm_omni.entrypoints.job_answers import JobAnswer
+from vllm_omni.entrypoints.request_book import RequestBook
+from vllm_omni.entrypoints.route_kinds import RouteKind, job_id_of, kind_of
+from vllm_omni.health.faults import Fault
 from vllm_omni.health.runtime import HealthRuntime
 
 logger = logging.getLogger(__name__)
 
-ASGIApp = Callable[[Scope, Receive, Send], Any]
-
-_INTERNAL_ERROR_CLOSE = 1011
-"""WebSocket close code for an unexpected condition on the server (RFC 6455, section 7.4.1)."""
-
-_FREE_POSTS = frozenset({"/tokenize", "/detokenize", "/ping", "/v1/load_lora_adapter"})
-"""POST routes that generate nothing and so need no stage."""
-
-_ANSWER_S = 1.0
-"""Bound for sending one failure answer: a client that does not read must not hold up the rest."""
-
-
-_current_call: ContextVar[_Call | None] = ContextVar("health_current_call", default=None)
-
-
-def current_request_id() -> str | None:
-    """The id of the request that the calling code works for, where the guard has seen it."""
-    call = _current_call.get()
-    return None if call is None else call.request_id
+_REACT_S = 5.0
+"""How long a route may take to answer after the last request that the engine had for it has
+failed. First comes an abort, which upstream gives its engine 2 s to acknowledge."""
 
 
 class Cutoff(Exception):
     """Raised into the HTTP server to break off a response that has no way to say an error."""
-
-
-class _Call:
-    """One request in flight."""
-
-    def __init__(self, scope: Scope, send: Send, runtime: HealthRuntime) -> None:
-        self.scope = scope
-        self.task = asyncio.current_task()
-        self.started = False
-        self.complete = False
-        self.taken_over = False
-        self.answered = asyncio.Event()
-        self.running = True
-        self.streams_events = False
-        self._send = send
-        self._runtime = runtime
-        self._held: HeldError | None = None
-
-    @property
-    def request_id(self) -> str | None:
-        """The id by which the client knows its request, else the one upstream gave it.
-
-        Most routes make the client's own X-Request-Id a part of theirs.
-        """
-        metadata = self.scope.get("state", {}).get("request_metadata")
-        given = getattr(metadata, "request_id", None)
-        for name, value in self.scope.get("headers", ()):
-            if name == b"x-request-id":
-                own = bytes(value).decode("latin-1")
-                return str(given) if given is not None and own in str(given) else own
-        return None if given is None else str(given)
-
-    async def send(self, message: Message) -> None:
-        """The application's ``send``; silent once this call has been taken over."""
-        if self.taken_over:
-            return
-        if self._held is not None:
-            await self._complete_error(self._held, message)
-            return
-        if message["type"] == "http.response.start":
-            if holds_errors(message):
-                self._held = HeldError(message)
-                return
-            self.started = True
-            self.streams_events = any(
-                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-                for name, value in message.get("headers", ())
-            )
-        elif message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.complete = True
-        await self._send(message)
-
-    async def _complete_error(self, held: HeldError, message: Message) -> None:
-        if message["type"] == "http.response.body" and held.add(message):
-            self._held = None
-            self.started = True
-            self.complete = not message.get("more_body", False)
-            await held.release(self._send, self._runtime, self.request_id)
-
-    async def take_over(
-        self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]
-    ) -> None:
-        """Answer in the application's place, then end it."""
-        if self.complete or self.taken_over:
-            return
-        self.taken_over = True
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                await self._answer(status, body, headers)
-        except TimeoutError:
-            logger.warning("[health] a client did not take its failure answer")
-        except Exception:
-            # Whatever one connection does must not keep the others from their answers.
-            logger.warning("[health] a failure answer could not be sent", exc_info=True)
-        finally:
-            self.answered.set()
-            if self.running and self.task is not None:
-                self.task.cancel()
-
-    async def _answer(
-        self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]
-    ) -> None:
-        if self.scope["type"] == "websocket":
-            await self._send(
-                {
-                    "type": "websocket.close",
-                    "code": _INTERNAL_ERROR_CLOSE,
-                    "reason": body["error"]["message"][:120],
-                }
-            )
-        elif not self.started:
-            await send_json(self._send, status, body, headers=headers)
-            self.complete = True
-        elif self.streams_events:
-            payload = event(body) + DONE_EVENT
-            await self._send({"type": "http.response.body", "body": payload})
-            self.complete = True
-        # Else: bytes of a file or raw audio are under way. No event can be sent among them;
-        # the response is left incomplete, and the guard breaks the connection off.
 
 
 class RequestGuard:
@@ -167,9 +53,17 @@ class RequestGuard:
     def __init__(self, app: Any, runtime: HealthRuntime) -> None:
         self._app = app
         self._runtime = runtime
-        self._calls: set[_Call] = set()
+        self._loop = asyncio.get_running_loop()
+        self._calls: set[GuardedCall] = set()
+        self._asking: set[GuardedCall] = set()
+        """Those of them that ask for a job."""
+        self._answers: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._all_done = asyncio.Event()
+        self._all_done.set()
+        self.book = RequestBook(on_close=self._note_end)
+        runtime.request_faults.observe(self._request_failed)
 
     def __getattr__(self, name: str) -> Any:
         # Upstream's launcher reads ``routes`` and ``state`` of the application it serves.
@@ -183,6 +77,20 @@ class RequestGuard:
     async def idle(self) -> None:
         """Wait until no guarded request is in flight."""
         await self._idle.wait()
+
+    async def all_done(self) -> None:
+        """Wait until the engine has nothing to do either, such as for jobs."""
+        self._note_end()
+        await self._all_done.wait()
+
+    def _note_end(self) -> None:
+        for event, busy in ((self._idle, self._calls), (self._all_done, self._calls or self.book)):
+            if busy:
+                event.clear()
+            else:
+                event.set()
+
+    # ---- answers to everyone -----------------------------------------------------------------
 
     async def fail_all_by_fault(self) -> None:
         """Answer everything in flight with the server's fault (HTTP 500)."""
@@ -202,9 +110,9 @@ class RequestGuard:
         )
 
     async def _fail_all(
-        self, status: HTTPStatus, body_for: Callable[[_Call], dict[str, Any]]
+        self, status: HTTPStatus, body_for: Callable[[GuardedCall], dict[str, Any]]
     ) -> None:
-        calls = [call for call in self._calls if not call.complete]
+        calls = [call for call in self._calls if call.unanswered]
         if not calls:
             return
         logger.warning("[health] answering %d request(s) in flight with %d", len(calls), status)
@@ -217,6 +125,43 @@ class RequestGuard:
                     call.take_over(status, body_for(call), headers), name="health-answer"
                 )
 
+    # ---- one request has failed --------------------------------------------------------------
+
+    def _request_failed(self, request_id: str, fault: Fault) -> None:
+        """On the thread that found out, before the application hears of it."""
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+            self._loop.call_soon_threadsafe(self._see_to, request_id, fault)
+
+    def _see_to(self, request_id: str, fault: Fault) -> None:
+        call = self.book.call_of(request_id)
+        # When all fail at once this runs once for each, so it must not look at all of them.
+        waiting = [asking for asking in self._asking if asking.tells_of(request_id)]
+        for concerned in waiting if call is None else (call, *waiting):
+            if not concerned.is_websocket:
+                self._loop.call_later(_REACT_S, self._see_to_silence, concerned, fault)
+            elif fault.fatal:
+                # What the session was about is gone with the replica. A request of a session
+                # that fails alone is the application's to report; the session goes on.
+                self._answer_soon(concerned, fault)
+
+    def _see_to_silence(self, call: GuardedCall, fault: Fault) -> None:
+        if call not in self._calls or call.complete:
+            return
+        if self.book.at_work(call):
+            self._loop.call_later(_REACT_S, self._see_to_silence, call, fault)
+            return
+        logger.error("[health] a failed request has got no answer; answering it")
+        self._answer_soon(call, fault)
+
+    def _answer_soon(self, call: GuardedCall, fault: Fault) -> None:
+        body = fault_body(fault, request_id=call.request_id)
+        answer: Coroutine[Any, Any, None] = call.take_over(HTTPStatus.INTERNAL_SERVER_ERROR, body)
+        task = self._loop.create_task(answer, name="health-answer")
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+    # ---- the ASGI application ----------------------------------------------------------------
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] == "lifespan":
@@ -226,61 +171,64 @@ class RequestGuard:
         if scope["type"] == "http":
             if await answer_probe(self._runtime, scope, path, send):
                 return
-            if scope["method"] != "POST" or path in _FREE_POSTS:
+            kind = kind_of(scope["method"], path)
+            if kind is RouteKind.FREE:
                 await self._app(scope, receive, send)
+                return
+            if kind is RouteKind.JOB:
+                await self._tell_of_job(scope, receive, send, job_id_of(path))
                 return
         if not self._runtime.machine.snapshot.accepting:
             await self._refuse(scope, receive, send)
             return
-        await self._guarded(scope, receive, send)
+        await self._guarded(GuardedCall(scope, send, self._runtime), receive)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         snapshot = self._runtime.machine.snapshot
-        body = refusal_body(snapshot, request_id=_Call(scope, send, self._runtime).request_id)
+        request_id = GuardedCall(scope, send, self._runtime).request_id
+        body = refusal_body(snapshot, request_id=request_id)
+        headers = {"Retry-After": retry_after(self._runtime)}
+        status = HTTPStatus.SERVICE_UNAVAILABLE
         if scope["type"] == "websocket":
             await receive()
-            reason = body["error"]["message"][:120]
-            code = _INTERNAL_ERROR_CLOSE
-            await send({"type": "websocket.close", "code": code, "reason": reason})
-            return
-        headers = {"Retry-After": retry_after(self._runtime)}
-        await send_json(send, HTTPStatus.SERVICE_UNAVAILABLE, body, headers=headers)
+            await refuse_handshake(scope, send, status, body, headers)
+        else:
+            await send_json(send, status, body, headers=headers)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = _Call(scope, send, self._runtime)
-        self._calls.add(call)
-        self._idle.clear()
-        _current_call.set(call)
+    async def _tell_of_job(
+        self, scope: Scope, receive: Receive, send: Send, job_id: str | None
+    ) -> None:
+        call = GuardedCall(scope, JobAnswer(send, self._runtime, job_id).send, self._runtime)
+        call.asks_for_job = True
+        call.job_id = job_id
+        self._asking.add(call)
         try:
-            await self._run_application(call, scope, receive)
+            await self._guarded(call, receive)
+        finally:
+            self._asking.discard(call)
+
+    async def _guarded(self, call: GuardedCall, receive: Receive) -> None:
+        self._calls.add(call)
+        self._note_end()
+        set_current_call(call)
+        try:
+            await self._run_application(call, receive)
         finally:
             self._calls.discard(call)
-            if not self._calls:
-                self._idle.set()
-        if call.taken_over and scope["type"] == "http" and not call.complete:
+            self._note_end()
+        if call.broken_off:
             raise Cutoff("the server failed in the middle of this response")
 
-    async def _run_application(self, call: _Call, scope: Scope, receive: Receive) -> None:
+    async def _run_application(self, call: GuardedCall, receive: Receive) -> None:
         try:
-            await self._app(scope, receive, call.send)
+            await self._app(call.scope, receive, call.send)
         except asyncio.CancelledError:
             if not call.taken_over:
                 raise
-        except Exception:
-            if not call.taken_over:
+        except Exception as exc:
+            if not await call.application_raised(exc):
                 raise
-            logger.debug(
-                "[health] the application failed after its call was taken over", exc_info=True
-            )
-        call.running = False
-        if call.taken_over:
-            if call.task is not None and call.answered.is_set():
-                # Our own cancel() is spent; one by somebody else still counts.
-                if call.task.uncancel() > 0:
-                    raise asyncio.CancelledError
-            else:
-                # The application ended first. The answer must not be cut off by our return.
-                await call.answered.wait()
+        await call.application_ended()
 
 
 def _route_path(scope: Scope) -> str:

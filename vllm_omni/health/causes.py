@@ -11,6 +11,7 @@ Cause = tuple[str, int, int] | tuple[str, str] | tuple[str]
 
 ORCHESTRATOR: Cause = ("orchestrator",)
 START: Cause = ("start",)
+ERROR_BUDGET: Cause = ("error budget",)
 
 
 def replica_cause(stage_id: int, replica_id: int) -> Cause:
@@ -96,6 +97,15 @@ class Causes:
         )
         if self._reason is None:
             self._reason, self._reason_cause = self._recent, cause
+
+    def bear(self, cause: Cause, fault: Fault, now: float) -> None:
+        """Something is wrong that never ends the server by itself.
+
+        Its fault does not compete: it must not stand in for one that does end it.
+        """
+        self._causes[cause] = _Settling(fault, now)
+        if self._reason is None:
+            self._reason, self._reason_cause = self._causes[cause], cause
 
     def note(self, fault: Fault, now: float) -> None:
         """A fault that causes nothing by itself."""

@@ -154,13 +154,16 @@ class Finding(NamedTuple):
     exception: BaseException
 
 
-def classify(exc: BaseException, table: ClassificationTable = DEFAULT_TABLE) -> Finding:
+def classify(exc: BaseException, table: ClassificationTable | None = None) -> Finding:
     """Judge ``exc`` by its own class and those of everything that led to it.
+
+    ``table``: by default the one in force in this process (fault_classes.py).
 
     Fatal beats request-scoped: a validation error raised while an OOM was handled is an OOM.
     Request-scoped is only what says so itself, or wraps such an error by ``raise … from`` in a
     class without an entry of its own; a group is only if all its members are.
     """
+    table = table or _table_in_force()
     best: Finding | None = None
     for found in walk(exc):
         verdict = table.verdict(found)
@@ -174,8 +177,17 @@ def classify(exc: BaseException, table: ClassificationTable = DEFAULT_TABLE) -> 
     return request or Finding(FaultKind.ENGINE, Severity.FATAL, exc)
 
 
+def _table_in_force() -> ClassificationTable:
+    try:
+        # Here, because it builds on this module.
+        from vllm_omni.health.fault_classes import in_force
+    except BaseException:  # not even memory for an import may be left
+        return DEFAULT_TABLE
+    return in_force()
+
+
 def fault_from_exception(
-    exc: BaseException, *, table: ClassificationTable = DEFAULT_TABLE, **context: Any
+    exc: BaseException, *, table: ClassificationTable | None = None, **context: Any
 ) -> Fault:
     """The fault that ``exc`` stands for. Never raises, whatever the exception.
 
@@ -289,7 +301,7 @@ def _carried_fault(exc: BaseException) -> Fault | None:
     return None
 
 
-def _make_fault(exc: BaseException, table: ClassificationTable) -> Fault:
+def _make_fault(exc: BaseException, table: ClassificationTable | None) -> Fault:
     kind, severity, telling = classify(exc, table)
     names = tuple(class_names(type(telling)))
     try:

@@ -100,6 +100,10 @@ class Severity(StrEnum):
     FATAL = "fatal"
 
 
+REQUEST_SENTENCE = "The server failed to process a request."
+"""What is shown of a fault that is over with the request that met it."""
+
+
 class FaultDecodeError(ValueError):
     """The bytes received are not an encoded :class:`Fault`."""
 
@@ -156,6 +160,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the replica that reported this can no longer be trusted."""
         return self.severity is Severity.FATAL
 
+    @property
+    def sentence(self) -> str:
+        """The one sentence that anyone may see of this fault; never empty."""
+        return self.kind.sentence if self.fatal else REQUEST_SENTENCE
+
     def with_context(self, **fields: Any) -> Fault:
         """A copy in which those of ``fields`` that are still None are filled in.
 
@@ -181,9 +190,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             "kind": self.kind.value,
             "stage_id": self.stage_id,
             "replica_id": self.replica_id,
-            "message": self.kind.sentence,
+            "message": self.sentence,
             "time": iso_time(self.time),
         }
+
+    def as_fatal(self) -> Fault:
+        """The same fault where it has ended more than a request."""
+        return self if self.fatal else msgspec.structs.replace(self, severity=Severity.FATAL)
 
     def log_line(self) -> str:
         """Everything except the traceback, on one line, for the server's log."""
@@ -255,7 +268,7 @@ class FaultError(RuntimeError):
     """
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.kind.sentence)
+        super().__init__(fault.sentence)
         self.fault = fault
 
     def __reduce__(self) -> tuple[type[FaultError], tuple[Fault]]:

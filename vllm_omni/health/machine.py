@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 from vllm_omni.health.causes import (
+    ERROR_BUDGET,
     ORCHESTRATOR,
     START,
     Cause,
@@ -209,7 +210,7 @@ class HealthMachine:
 
     def replica_lost(self, stage_id: int, replica_id: int, fault: Fault) -> None:
         """A replica is gone; only :meth:`replica_ready` brings it back."""
-        fault = fault.with_context(stage_id=stage_id, replica_id=replica_id)
+        fault = fault.as_fatal().with_context(stage_id=stage_id, replica_id=replica_id)
         with self._fact():
             replica = self._replica(stage_id, replica_id)
             cause = replica_cause(stage_id, replica_id)
@@ -254,6 +255,21 @@ class HealthMachine:
             elif changed:
                 self._wrong(cause, fault)
             self._update("memory pressure" if fault else "memory pressure over", fault, changed)
+
+    def error_budget(self, fault: Fault | None) -> None:
+        """More requests failed of late than are put up with, or (None) no longer.
+
+        Degrades and nothing else: requests are still admitted. Repeating what is known changes
+        nothing.
+        """
+        with self._fact():
+            changed = (ERROR_BUDGET in self._causes) is (fault is None)
+            if fault is None:
+                self._gone(ERROR_BUDGET)
+            elif changed:
+                self._causes.bear(ERROR_BUDGET, fault, self._now)
+            what = "error budget spent" if fault else "error budget restored"
+            self._update(what, fault, event=changed)
 
     def orchestrator_ended(self, fault: Fault) -> None:
         """The orchestrator's loop ended without having been told to: DEAD."""

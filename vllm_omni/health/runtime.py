@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm_omni.health.error_budget import ErrorBudget
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.request_faults import RequestFaults
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
 
@@ -22,6 +24,10 @@ class HealthRuntime:
         self.settings = settings
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
+        self.request_faults = RequestFaults()
+        self.error_budget = ErrorBudget(
+            self.machine, settings.error_budget, settings.error_budget_window_s
+        )
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
         self._beat: float | None = None
@@ -63,13 +69,24 @@ class HealthRuntime:
         """Whether nothing but a restart can help: what a liveness probe asks."""
         return self.machine.snapshot.state is State.DEAD or self.orchestrator_stalled()
 
+    def request_failed(self, request_id: str, fault: Fault) -> None:
+        """The engine's request of this id failed, and the client is not to blame.
+
+        Told by the orchestrator before the client's side hears of it. A failure that is over
+        with its request counts against the error budget.
+        """
+        if self.request_faults.failed(request_id, fault) and not fault.fatal:
+            self.error_budget.spend(fault)
+
     def fault_of_stage(self, stage_id: int | None) -> Fault | None:
         """The fault a failed request is told about: its stage's own, else the server's."""
         if stage_id is not None:
             fault = self.machine.stage_fault(stage_id)
             if fault is not None:
                 return fault
-        return self.machine.reason
+        reason = self.machine.reason
+        # What a spent error budget shows is the failure of some other request.
+        return reason if reason is not None and reason.fatal else None
 
 
 _current: HealthRuntime | None = None

@@ -64,18 +64,14 @@ SERVER = (
         parameters=("app", "sock", "enable_ssl_refresh", "uvicorn_kwargs"),
     ),
     Seam(
-        "vllm.entrypoints.generate.base.serving:GenerateBaseServing.create_streaming_error_response",
-        "vllm_omni.entrypoints.health_errors:create_streaming_error_response",
-        why="streams that an engine's death ended name the fault",
-        parameters=("self", "message", "err_type", "status_code", "param"),
-    ),
-    Seam(
         "vllm_omni.engine.async_omni_engine:Orchestrator",
         "vllm_omni.engine.health_orchestrator:HealthOrchestrator",
         why="faults move the state machine and fail pending requests at once",
         members=(
             "run",
             "_dispatch_message",
+            "_handle_processed_outputs",
+            "_forward_to_next_stage",
             "_background_tasks",
             "_shutdown_extensions",
             "_handle_dead_replica",

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import annotated_types
-from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from vllm_omni.health import fault_classes
 from vllm_omni.health.faults import one_line
 
 SWITCH = "VLLM_OMNI_HEALTH"
@@ -40,6 +41,17 @@ def _field(default: Any, description: str, *, unit: str = "", **bounds: Any) -> 
 
 
 Seconds = Annotated[float, AllowInfNan(False)]
+
+
+def _entries(value: Any) -> Any:
+    return fault_classes.parse(value) if isinstance(value, str) else value
+
+
+FaultClasses = Annotated[
+    dict[str, str],
+    NoDecode,  # in the environment it is no JSON
+    BeforeValidator(_entries),
+]
 
 
 class HealthSettings(BaseSettings):
@@ -104,6 +116,27 @@ class HealthSettings(BaseSettings):
         unit="seconds",
         ge=1,
         le=3600,
+    )
+    error_budget: int = _field(
+        0,
+        "How many requests may fail by errors of the server's within error_budget_window_s; with "
+        "more the server is DEGRADED and still accepts. 0 switches this off. Requests that the "
+        "client is to blame for, or that it aborts, do not count",
+        unit="failed requests",
+        ge=0,
+        le=100000,
+    )
+    error_budget_window_s: Seconds = _field(
+        60.0,
+        "The time in which failed requests count against error_budget",
+        unit="seconds",
+        ge=1,
+        le=86400,
+    )
+    fault_classes: FaultClasses = _field(
+        {},
+        "Exception classes that are known by name beyond those of the table built in, or in "
+        "their place: CLASS=KIND, or CLASS=KIND:SEVERITY, comma-separated; as JSON an object",
     )
     settle_s: Seconds = _field(
         0.1,
@@ -218,6 +251,11 @@ def _checked(name: str, value: Any, place: str, *, strict: bool) -> Any:
     except (ValidationError, TypeError, ValueError):
         shown = f"{place}={_shown(value)}"
         raise SettingsError(f"{shown}: must be {_allowed(field)}") from None
+    if isinstance(checked, dict):
+        try:
+            checked = fault_classes.checked(checked)
+        except fault_classes.FaultClassError as exc:
+            raise SettingsError(f"{place}: {exc}; must be {_allowed(field)}") from None
     if isinstance(checked, Path):
         checked = checked.absolute()
         # Better now than when there is a reason to write.
@@ -253,6 +291,8 @@ def _allowed(field: FieldInfo) -> str:
         return " or ".join(get_args(field.annotation))
     if field.annotation is bool:
         return "true or false"
+    if field.annotation == dict[str, str]:
+        return fault_classes.ALLOWED
     if field.annotation not in (int, float):
         return "the path of a file"
     low = next(item.ge for item in field.metadata if isinstance(item, annotated_types.Ge))
@@ -264,6 +304,8 @@ def _allowed(field: FieldInfo) -> str:
 def _as_text(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return fault_classes.render(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

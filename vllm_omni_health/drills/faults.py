@@ -32,6 +32,7 @@ KIND_OF_MARK = {
     "exit": "process_lost",
     "kill": "process_lost",
     "hang": "hang",
+    "loop": "orchestrator",
 }
 """Kind of the fault that a mark in a prompt causes, by the mark's own word."""
 

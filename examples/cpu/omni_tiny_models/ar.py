@@ -11,7 +11,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.sequence import IntermediateTensors
 
 from omni_tiny_models import vocabulary
-from omni_tiny_models.faults import inject, own_rank
+from omni_tiny_models.faults import ROUTING, inject, own_rank
 
 
 class TinyOmniModel(Qwen2ForCausalLM):
@@ -32,7 +32,7 @@ class TinyOmniModel(Qwen2ForCausalLM):
         self._marks = {
             token: kind
             for token, (kind, at, rank) in vocabulary.FAULT_BY_TOKEN.items()
-            if at == stage and rank in (None, own_rank())
+            if at == stage and kind not in ROUTING and rank in (None, own_rank())
         }
         self._slow_word = vocabulary.SLOW_WORD_ID[stage]
         self._slow_marks = [token for token, kind in self._marks.items() if kind == "slow"]

@@ -2,8 +2,9 @@
 
 A mark travels with its prompt, so a later stage sees it as well as the first one. The
 stage it names raises the real exception in a real forward pass, or does the real harm.
-``<|fault:KIND@STAGE.RANK|>`` strikes one rank of the stage alone. Marks with another kind,
-stage or rank are plain text.
+Those in ROUTING happen in the orchestrator, where the stage's input is made from the output of
+the one before. ``<|fault:KIND@STAGE.RANK|>`` strikes one rank of the stage alone. Marks with
+another kind, stage or rank are plain text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 import torch
 import torch.distributed
 
-KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow")
+ROUTING = ("router", "loop")
+KINDS = ("oom", "accelerator", "collective", "error", "hang", "exit", "kill", "slow", *ROUTING)
 STAGES = range(4)
 RANKS = range(2)
 EXIT_STATUS = 3
@@ -35,11 +37,11 @@ def mark(kind: str, stage: int, rank: int | None = None) -> str:
 
 
 def kinds_in(text: str, stage: int, rank: int = 0) -> list[str]:
-    """Kinds of the marks for ``rank`` of ``stage`` in ``text``, in order."""
+    """Kinds of the marks for ``rank`` of ``stage`` that a forward pass obeys, in order."""
     return [
         kind
         for kind, at, only in _MARK.findall(text)
-        if int(at) == stage and (not only or int(only) == rank)
+        if int(at) == stage and kind not in ROUTING and (not only or int(only) == rank)
     ]
 
 
@@ -73,5 +75,10 @@ def inject(kind: str, stage: int) -> None:
             time.sleep(3600)
         case "slow":
             time.sleep(SLOW_STEP_S)
+        case "router":
+            raise LookupError(f"no way on, {where}")
+        case "loop":
+            # Not an Exception, so it ends the event loop that it is raised on.
+            raise SystemExit(where)
         case _:
             raise ValueError(f"unknown fault kind {kind!r}; known: {', '.join(KINDS)}")

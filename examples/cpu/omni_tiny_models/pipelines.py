@@ -11,13 +11,21 @@ from vllm_omni.config.stage_config import (
 )
 from vllm_omni.inputs.data import OmniTokensPrompt
 
-from omni_tiny_models.vocabulary import text_of
+from omni_tiny_models.faults import ROUTING, inject
+from omni_tiny_models.vocabulary import FAULT_BY_TOKEN, text_of
 
 
-def hand_over_tokens(
-    outputs: list[Any], _prompt: Any = None, _requires_multimodal_data: bool = False
-) -> list[OmniTokensPrompt]:
-    """The next stage's prompt: this stage's prompt, fault marks and all, and its answer."""
+def _obey_marks(output: Any, stage: int) -> None:
+    for token in output.prompt_token_ids or ():
+        kind, at, _ = FAULT_BY_TOKEN.get(token, ("", -1, None))
+        if kind in ROUTING and at == stage:
+            inject(kind, stage)
+
+
+def _hand_over_tokens(outputs: list[Any], stage: int) -> list[OmniTokensPrompt]:
+    """The prompt of ``stage``: the prompt of the one before, marks and all, and its answer."""
+    for output in outputs:
+        _obey_marks(output, stage)
     return [
         OmniTokensPrompt(
             prompt_token_ids=[
@@ -32,6 +40,23 @@ def hand_over_tokens(
     ]
 
 
+# Named in the pipelines by their dotted paths, so each is a function of its own.
+
+
+def hand_over_to_1(
+    outputs: list[Any], _prompt: Any = None, _requires_multimodal_data: bool = False
+) -> list[OmniTokensPrompt]:
+    """The input processor of stage 1."""
+    return _hand_over_tokens(outputs, 1)
+
+
+def hand_over_to_2(
+    outputs: list[Any], _prompt: Any = None, _requires_multimodal_data: bool = False
+) -> list[OmniTokensPrompt]:
+    """The input processor of stage 2."""
+    return _hand_over_tokens(outputs, 2)
+
+
 def text_only(prompt: Any, _sampling_params: Any = None) -> Any:
     """An image request as the AR stage takes it: without sizes meant for image processors."""
     if not isinstance(prompt, dict):
@@ -44,6 +69,7 @@ def hand_over_text(outputs: list[Any], *_others: Any, **_more: Any) -> dict[str,
     if not outputs:
         return None
     output = outputs[0]
+    _obey_marks(output, 1)
     tokens = [*(output.prompt_token_ids or ()), *output.outputs[0].cumulative_token_ids]
     return {"prompt": text_of(tokens)}
 
@@ -59,7 +85,7 @@ def _ar_stage(stage: int, last: bool, **more: Any) -> StagePipelineConfig:
         owns_tokenizer=stage == 0,
         engine_output_type="text",
         sampling_constraints={"detokenize": True},
-        sync_process_input_func=f"{__name__}.hand_over_tokens" if stage else None,
+        sync_process_input_func=f"{__name__}.hand_over_to_{stage}" if stage else None,
         **more,
     )
 

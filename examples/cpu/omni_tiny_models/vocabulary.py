@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omni_tiny_models.faults import KINDS, RANKS, STAGES, mark
+from omni_tiny_models.faults import KINDS, RANKS, ROUTING, STAGES, mark
 
 _BYTES = 256
 
@@ -57,7 +57,7 @@ _FAULTS = tuple(
     for rank in (None, *RANKS)
     for stage in STAGES
     for kind in KINDS
-    if rank is None or kind != "slow"
+    if rank is None or kind not in ("slow", *ROUTING)
 )
 SPECIALS = (END_OF_TEXT, CHAT_START, CHAT_END, *(mark(*fault) for fault in _FAULTS))
 
