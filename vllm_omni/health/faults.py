@@ -121,8 +121,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     :meth:`public` leaves them out.
 
     ``exception`` and ``bases`` are full dotted names (the class first, its
-    bases along the MRO after it). ``exit_code`` and ``signal`` are those of a
-    dead process. ``time`` is wall time in seconds since the epoch.
+    bases along the MRO after it). ``exit_code``, ``signal`` and ``core_dumped`` are
+    those of a dead process. ``time`` is wall time in seconds since the epoch.
     """
 
     kind: FaultKind
@@ -141,6 +141,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     exit_code: int | None = None
     signal: str | None = None
+    core_dumped: bool | None = None
     request_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -204,6 +205,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 ("request", self.request_id),
                 ("exit code", self.exit_code),
                 ("signal", self.signal),
+                ("core", "dumped" if self.core_dumped else None),
             )
             if value is not None
         ]

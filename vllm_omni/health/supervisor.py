@@ -11,10 +11,13 @@ import collections
 import logging
 import os
 import selectors
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from vllm_omni.health.cgroups import OomKills
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.last_words import LastWordsReader, Words
 from vllm_omni.health.machine import HealthMachine
@@ -65,6 +68,8 @@ class Supervisor:
         self._closing_all = False
         self._stopped = False
         self._judgements: list[tuple[float, WatchedProcess, ExitStatus]] = []
+        # Touched on the thread only, as is what it holds.
+        self._oom_kills: dict[Path, OomKills] = {}
         self._thread = threading.Thread(target=self._run, name="health-supervisor", daemon=True)
 
     # ---- lifecycle -------------------------------------------------------------------------
@@ -325,6 +330,9 @@ class Supervisor:
             self._watch(WatchedProcess(identity, pidfd, "worker", key, rank=worker.rank))
 
     def _watch(self, watched: WatchedProcess) -> None:
+        counter = OomKills.around(watched.identity.pid)
+        if counter is not None:
+            watched.oom_kills = self._oom_kills.setdefault(counter.file, counter)
         self._replicas[watched.key].processes.append(watched)
         self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
@@ -369,12 +377,22 @@ class Supervisor:
     def _judge(self, watched: WatchedProcess, status: ExitStatus) -> None:
         with self._lock:
             replica = self._replicas.get(watched.key)
-            expected = self._closing_all or replica is None or replica.closing or replica.lost
-        if expected:
+            wanted = self._closing_all or replica is None or replica.closing
+            lost = replica is not None and replica.lost
+        host_oom = (
+            not wanted
+            and status.signal_number == signal.SIGKILL
+            and watched.oom_kills is not None
+            and watched.oom_kills.claim()
+        )
+        # A lost replica's processes end one after another. One that the kernel killed for its
+        # memory tells more than whoever missed it first.
+        if wanted or (lost and not host_oom):
             logger.debug("[health] %s %s", watched.role, status.describe())
             return
+        pid = watched.identity.pid
         self.report(
-            lost_fault(watched.key, watched.identity.pid, watched.role, watched.rank, status)
+            lost_fault(watched.key, pid, watched.role, watched.rank, status, host_oom=host_oom)
         )
 
     def _close(self) -> None:

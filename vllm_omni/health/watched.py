@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm_omni.health.cgroups import OomKills
 from vllm_omni.health.faults import Fault, process_lost
 from vllm_omni.health.last_words import LastWordsReader
 from vllm_omni.health.processes import (
@@ -36,6 +37,8 @@ class WatchedProcess:
     """How it ended, where somebody else has reaped it first."""
     threads: set[int] = field(default_factory=set)
     judged: bool = False
+    oom_kills: OomKills | None = None
+    """The counter of its cgroup; None where the kernel keeps none."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,28 @@ class Replica:
         return [worker.pid for worker in self.workers] if self.inline else [self.core.pid]
 
 
-def lost_fault(key: ReplicaKey, pid: int, role: str, rank: int | None, status: ExitStatus) -> Fault:
-    """The fault of a process that ended without having said why."""
+def lost_fault(
+    key: ReplicaKey,
+    pid: int,
+    role: str,
+    rank: int | None,
+    status: ExitStatus,
+    *,
+    host_oom: bool = False,
+) -> Fault:
+    """The fault of a process that ended without having said why.
+
+    ``host_oom``: the kernel's out-of-memory killer was at work in the process's cgroup.
+    """
+    killer = " by the out-of-memory killer" if host_oom else ""
     return process_lost(
         status.exit_code,
-        message=f"{role} (pid {pid}) {status.describe()}",
+        host_oom=host_oom,
+        message=f"{role} (pid {pid}) {status.describe()}{killer}",
         stage_id=key[0],
         replica_id=key[1],
         rank=rank,
         pid=pid,
         role=role,
+        core_dumped=status.core_dumped,
     )
