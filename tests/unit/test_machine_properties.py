@@ -65,6 +65,7 @@ any_faults = st.builds(_make_fault, st.sampled_from(FaultKind), st.sampled_from(
 stage_ids = st.integers(0, 2)
 replica_ids = st.integers(0, 2)
 devices = st.sampled_from(["cuda:0", "cuda:1"])
+loops = st.sampled_from(["orchestrator", "API server"])
 pids = st.none() | st.integers(1, 9)
 
 
@@ -79,6 +80,8 @@ def facts(after: st.SearchStrategy[float]) -> st.SearchStrategy[Fact]:
         one("replica_suspect", stage_ids, replica_ids, st.none() | fatal_faults),
         one("replica_recovered", stage_ids, replica_ids),
         one("memory_pressure", devices, st.none() | fatal_faults),
+        one("loop_stalled", loops, fatal_faults),
+        one("loop_turns", loops),
         one("fault_noted", any_faults),
     ]
     rare = [
@@ -176,6 +179,11 @@ class Model:
         last = {fact.args[0]: fact.args[1] for fact in self.told if fact.name == "memory_pressure"}
         return {device for device, fault in last.items() if fault is not None}
 
+    def stalled(self) -> set[str]:
+        """Loops whose last word was that they stand still."""
+        last = {fact.args[0]: fact.name for fact in self.told if fact.name.startswith("loop_")}
+        return {loop for loop, name in last.items() if name == "loop_stalled"}
+
     def hopeless(self) -> bool:
         """Whether the last fact leaves no way to serve."""
         if any(fact.name in ("start_failed", "orchestrator_ended") for fact in self.told):
@@ -188,12 +196,13 @@ class Model:
         if self.start_at is None:
             return "STARTING"
         ill = any({"lost", "suspect"} & set(states.values()) for states in self.stages().values())
-        return "DEGRADED" if ill or self.pressed() else "HEALTHY"
+        return "DEGRADED" if ill or self.pressed() or self.stalled() else "HEALTHY"
 
     def accepting(self) -> bool:
         return (
             self.state() in ("HEALTHY", "DEGRADED")
             and not self.pressed()
+            and not self.stalled()
             and not any(fact.name == "drain" for fact in self.told)
             and all("live" in states.values() for states in self.stages().values())
         )

@@ -25,13 +25,11 @@ from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
+from vllm_omni.health.loops import BEAT_S
 from vllm_omni.health.machine import ReplicaState, State
 from vllm_omni.health.runtime import HealthRuntime, require
 
 logger = logging.getLogger(__name__)
-
-_BEAT_S = 1.0
-"""How often an idle loop says that it turns; a fraction of any sensible ``loop_stall_s``."""
 
 _CLIENT_CLOSE_S = 10.0
 """Bound for one stage client's own shutdown; after it the replica's process group is killed.
@@ -87,9 +85,11 @@ class HealthOrchestratorMixin:
         loop = asyncio.get_running_loop()
         # The machine calls from any thread; this loop may be closed by then.
         unsubscribe = self._health.machine.observe(lambda _move: _call_soon(loop, self._wake.set))
+        self._health.orchestrator_beat.start(loop)
         try:
             await super().run()  # type: ignore[misc]
         finally:
+            self._health.orchestrator_beat.stop()
             unsubscribe()
 
     def _orchestrator_fault(self, exc: BaseException | None) -> Fault:
@@ -149,7 +149,6 @@ class HealthOrchestratorMixin:
         shutdown = asyncio.ensure_future(self._shutdown_event.wait())
         try:
             while not shutdown.done():
-                self._health.orchestrator_beat()
                 self._wake.clear()
                 self._liveness.tick()
                 await self._align()
@@ -157,7 +156,7 @@ class HealthOrchestratorMixin:
                 try:
                     await asyncio.wait(
                         {shutdown, woken},
-                        timeout=min(_BEAT_S, self._liveness.tick_s),
+                        timeout=min(BEAT_S, self._liveness.tick_s),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:

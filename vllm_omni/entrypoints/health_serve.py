@@ -8,12 +8,14 @@ import errno
 import logging
 import os
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
 from vllm_omni.entrypoints.health_exit import (
     complain,
+    end_now,
     leave,
     make_socket_folder,
     remove_socket_folder,
@@ -48,6 +50,7 @@ def serve(args: Any) -> NoReturn:
     logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
     runtime = HealthRuntime(settings)
     set_current(runtime)
+    runtime.end_by_force = partial(end_now, runtime)
     runtime.start()
     status = START_FAILED
     try:

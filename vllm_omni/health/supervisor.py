@@ -1,8 +1,9 @@
 """The supervisor: a thread that sees what no message can tell.
 
-It waits on pidfds and last-words pipes of the stage processes and on nothing else, so neither
-a stuck orchestrator nor a busy event loop keeps it from moving the health state. It also owns
-the list of what is ours to end: one process group per replica.
+It waits on pidfds and last-words pipes of the stage processes, and looks at the server's event
+loops from time to time, so neither a stuck orchestrator nor a busy event loop keeps it from
+moving the health state. It also owns the list of what is ours to end: one process group per
+replica.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import collections
 import logging
 import os
 import selectors
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from vllm_omni.health.processes import (
     ProcessIdentity,
     await_ends,
     exit_under_way,
-    open_pidfd,
     open_thread_pidfds,
-    parent_pid,
     peek_exit_status,
     reap,
 )
+from vllm_omni.health.timers import Timers
 from vllm_omni.health.watched import (
     Replica,
     ReplicaKey,
@@ -39,6 +37,7 @@ from vllm_omni.health.watched import (
     WatchedThread,
     WatchedWords,
     lost_fault,
+    open_watch,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Supervisor:
         self._replicas: dict[ReplicaKey, Replica] = {}
         self._closing_all = False
         self._stopped = False
-        self._judgements: list[tuple[float, WatchedProcess, ExitStatus]] = []
+        self._timers = Timers()
         # Touched on the thread only, as is what it holds.
         self._oom_kills: dict[Path, OomKills] = {}
         self._thread = threading.Thread(target=self._run, name="health-supervisor", daemon=True)
@@ -83,6 +82,10 @@ class Supervisor:
         self._do(self._request_stop)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+
+    def every(self, period_s: float, call: Callable[[], object]) -> None:
+        """Call ``call`` on the thread every ``period_s`` seconds; it must be quick."""
+        self._do(lambda: self._timers.every(period_s, call))
 
     # ---- what is watched -------------------------------------------------------------------
 
@@ -142,10 +145,9 @@ class Supervisor:
         words: LastWordsReader | None,
     ) -> WatchedProcess | None:
         """The process to watch; None, and its loss reported, when it has ended already."""
-        identity = ProcessIdentity.of(pid)
-        pidfd = None if identity is None else open_pidfd(identity)
-        if identity is not None and pidfd is not None:
-            return WatchedProcess(identity, pidfd, role, key, rank, exit_status)
+        watched = open_watch(key, pid, role, rank, exit_status)
+        if watched is not None:
+            return watched
         status = exit_status() if exit_status is not None else ExitStatus()
         self.report(lost_fault(key, pid, role, rank, status))
         if words is not None:
@@ -249,6 +251,12 @@ class Supervisor:
             replicas = list(self._replicas.values())
         return [pid for replica in replicas for pid in replica.alive()]
 
+    def processes(self, stage_id: int, replica_id: int) -> list[WatchedProcess]:
+        """The processes of one replica that are under watch."""
+        with self._lock:
+            replica = self._replicas.get((stage_id, replica_id))
+        return [] if replica is None else list(replica.processes)
+
     # ---- the thread ------------------------------------------------------------------------
 
     def _do(self, command: Callable[[], None]) -> None:
@@ -272,10 +280,7 @@ class Supervisor:
             self._close()
 
     def _turn(self) -> None:
-        timeout = None
-        if self._judgements:
-            timeout = max(0.0, min(due for due, _, _ in self._judgements) - time.monotonic())
-        ready = self._selector.select(timeout)
+        ready = self._selector.select(self._timers.next_in())
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -292,11 +297,7 @@ class Supervisor:
         for event, _ in ready:
             if isinstance(event.data, WatchedProcess):
                 self._process_ended(event.data)
-        now = time.monotonic()
-        due = [entry for entry in self._judgements if entry[0] <= now]
-        self._judgements = [entry for entry in self._judgements if entry[0] > now]
-        for _, watched, status in due:
-            self._judge(watched, status)
+        self._timers.run()
 
     def _register(self, watched: WatchedProcess, words: LastWordsReader | None) -> None:
         self._watch(watched)
@@ -320,14 +321,10 @@ class Supervisor:
         if words.fault is not None:
             self.report(words.fault.with_context(stage_id=key[0], replica_id=key[1]))
         for worker in words.workers or ():
-            identity = ProcessIdentity.of(worker.pid)
-            pidfd = None if identity is None else open_pidfd(identity)
-            if identity is None or pidfd is None or parent_pid(worker.pid) != replica.core.pid:
-                # Ended before we looked: the engine core, its parent, tells why.
-                if pidfd is not None:
-                    os.close(pidfd)
-                continue
-            self._watch(WatchedProcess(identity, pidfd, "worker", key, rank=worker.rank))
+            # One that has ended before we look: the engine core, its parent, tells why.
+            watched = open_watch(key, worker.pid, "worker", worker.rank, parent=replica.core.pid)
+            if watched is not None:
+                self._watch(watched)
 
     def _watch(self, watched: WatchedProcess) -> None:
         counter = OomKills.around(watched.identity.pid)
@@ -370,7 +367,7 @@ class Supervisor:
             self._read_words(pipe)
         if watched.role == "engine core" and status.signal_number is None:
             # It ended by itself, so it may have said why, on a queue that is still being read.
-            self._judgements.append((time.monotonic() + _MESSAGE_GRACE_S, watched, status))
+            self._timers.after(_MESSAGE_GRACE_S, lambda: self._judge(watched, status))
             return
         self._judge(watched, status)
 
@@ -379,12 +376,7 @@ class Supervisor:
             replica = self._replicas.get(watched.key)
             wanted = self._closing_all or replica is None or replica.closing
             lost = replica is not None and replica.lost
-        host_oom = (
-            not wanted
-            and status.signal_number == signal.SIGKILL
-            and watched.oom_kills is not None
-            and watched.oom_kills.claim()
-        )
+        host_oom = not wanted and watched.killed_for_memory(status)
         # A lost replica's processes end one after another. One that the kernel killed for its
         # memory tells more than whoever missed it first.
         if wanted or (lost and not host_oom):

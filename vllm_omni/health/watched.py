@@ -5,6 +5,7 @@ Plain records; the supervisor serialises every access to them.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from vllm_omni.health.processes import (
     group_members,
     kill_group,
     kill_process,
+    open_pidfd,
+    parent_pid,
 )
 
 ReplicaKey = tuple[int, int]
@@ -39,6 +42,33 @@ class WatchedProcess:
     judged: bool = False
     oom_kills: OomKills | None = None
     """The counter of its cgroup; None where the kernel keeps none."""
+
+    def killed_for_memory(self, status: ExitStatus) -> bool:
+        """Whether it ended by a kill that the kernel has counted in its cgroup; claims that."""
+        killed = status.signal_number == signal.SIGKILL
+        return killed and self.oom_kills is not None and self.oom_kills.claim()
+
+
+def open_watch(
+    key: ReplicaKey,
+    pid: int,
+    role: str,
+    rank: int | None = None,
+    exit_status: Callable[[], ExitStatus] | None = None,
+    parent: int | None = None,
+) -> WatchedProcess | None:
+    """The process that has this pid now, with a pidfd; None when there is none.
+
+    ``parent``: whose child it must be, if that is known.
+    """
+    identity = ProcessIdentity.of(pid)
+    pidfd = None if identity is None else open_pidfd(identity)
+    if identity is None or pidfd is None:
+        return None
+    if parent is not None and parent_pid(pid) != parent:
+        os.close(pidfd)
+        return None
+    return WatchedProcess(identity, pidfd, role, key, rank, exit_status)
 
 
 @dataclass(frozen=True)
