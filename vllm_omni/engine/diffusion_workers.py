@@ -14,6 +14,7 @@ from vllm_omni.diffusion.data import AsyncDiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
+from vllm_omni.engine.diffusion_progress import watch_steps
 from vllm_omni.engine.process_exit import leave
 from vllm_omni.engine.watched_process import WatchedProcessMixin
 from vllm_omni.health import seams
@@ -108,6 +109,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
         set_death_signal()
         wrapper = super()._create_worker(*args, **kwargs)
+        watch_steps(wrapper)
         execute = wrapper.execute_method
 
         def execute_method(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from vllm_omni.engine.diffusion_client import diffusion_ping
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
-from vllm_omni.engine.liveness import PING, LivenessMonitor
+from vllm_omni.engine.liveness import PING, LivenessMonitor, Ping
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
@@ -63,6 +64,7 @@ class HealthOrchestratorMixin:
             self._health.machine,
             self._health.settings.hang_timeout_s,
             on_hang=self._health.supervisor.report,
+            replicas=self._health.supervisor.replica,
         )
         self._announce_replicas()
 
@@ -71,9 +73,8 @@ class HealthOrchestratorMixin:
         for stage_id, pool in enumerate(self.stage_pools):
             for replica_id in pool.live_replica_ids():
                 self._health.supervisor.replica_ready(stage_id, replica_id)
-                call_utility = getattr(pool.clients[replica_id], "call_utility_async", None)
-                if call_utility is not None:
-                    ping = functools.partial(call_utility, PING)
+                ping = _ping_of(pool.clients[replica_id])
+                if ping is not None:
                     self._liveness.watch(stage_id, replica_id, ping)
         if machine.snapshot.state is State.STARTING:
             machine.started()
@@ -287,6 +288,12 @@ class HealthOrchestratorMixin:
             supervisor.kill_replica(stage_id, replica_id)
 
 
+def _ping_of(client: Any) -> Ping | None:
+    """How the replica behind a client is asked whether it is alive."""
+    call_utility = getattr(client, "call_utility_async", None)
+    return diffusion_ping(client) if call_utility is None else partial(call_utility, PING)
+
+
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> None:
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
@@ -313,9 +320,9 @@ def _in_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
         try:
             work()
         except Exception as exc:
-            _call_soon(loop, functools.partial(finish, exc))
+            _call_soon(loop, partial(finish, exc))
         else:
-            _call_soon(loop, functools.partial(finish, None))
+            _call_soon(loop, partial(finish, None))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

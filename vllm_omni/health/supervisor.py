@@ -13,6 +13,7 @@ import logging
 import os
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,8 +223,7 @@ class Supervisor:
 
     def kill_replica(self, stage_id: int, replica_id: int) -> None:
         """SIGKILL all processes of one replica; a no-op when nothing of it is left."""
-        with self._lock:
-            replica = self._replicas.get((stage_id, replica_id))
+        replica = self.replica(stage_id, replica_id)
         if replica is not None:
             replica.kill()
 
@@ -251,11 +251,10 @@ class Supervisor:
             replicas = list(self._replicas.values())
         return [pid for replica in replicas for pid in replica.alive()]
 
-    def processes(self, stage_id: int, replica_id: int) -> list[WatchedProcess]:
-        """The processes of one replica that are under watch."""
+    def replica(self, stage_id: int, replica_id: int) -> Replica | None:
+        """What is known of one replica, to be read only; None when it was never started here."""
         with self._lock:
-            replica = self._replicas.get((stage_id, replica_id))
-        return [] if replica is None else list(replica.processes)
+            return self._replicas.get((stage_id, replica_id))
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -318,6 +317,8 @@ class Supervisor:
             pipe.reader.close()
 
     def _heard(self, key: ReplicaKey, replica: Replica, words: Words) -> None:
+        if words.progress:
+            replica.progressed_at = time.monotonic()
         if words.fault is not None:
             self.report(words.fault.with_context(stage_id=key[0], replica_id=key[1]))
         for worker in words.workers or ():

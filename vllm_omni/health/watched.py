@@ -99,6 +99,8 @@ class Replica:
     inline: bool = False
     closing: bool = False
     lost: bool = False
+    progressed_at: float | None = None
+    """When a process of it last said that it gets on; monotonic, in seconds."""
     faults: list[Fault] = field(default_factory=list)
     processes: list[WatchedProcess] = field(default_factory=list)
     words: list[WatchedWords] = field(default_factory=list)
