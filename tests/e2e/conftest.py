@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,6 +41,40 @@ def short_folder() -> Iterator[Path]:
     """A folder with a name short enough for socket files, unlike ``tmp_path``."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
+
+
+class Notifications:
+    """What a server started from here on tells its service manager."""
+
+    def __init__(self, address: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(address))
+        self._socket.setblocking(False)
+        self.told: list[str] = []
+
+    def read(self) -> list[str]:
+        """What has come since the last call; all of it is in ``told``."""
+        new = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                new.append(self._socket.recv(4096).decode())
+        self.told += new
+        return new
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._socket.close()
+
+
+@pytest.fixture
+def notifications(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notifications]:
+    """The other end of ``NOTIFY_SOCKET``, with a watchdog that wants to hear every second."""
+    address = short_folder / "notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(address))
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
+    notifications = Notifications(address)
+    yield notifications
+    notifications.close()
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_a_hang_ends_the_server_with_its_own_status(
 
 def went_through_suspicion(findings: Findings) -> list[str]:
     """Suspect first, and only then hung."""
-    history = [] if findings.after is None else findings.after.history["transitions"]
+    history = [] if findings.after is None else findings.after.history
     causes = [move["cause"] for move in history]
     return [] if "replica suspect" in causes else [f"the history has no suspicion: {causes}"]
 

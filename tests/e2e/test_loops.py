@@ -41,7 +41,7 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, flo
 
 
 def test_the_orchestrators_loop_stalls_recovers_and_is_given_up(
-    serve, termination_log: Path, block
+    serve, termination_log: Path, block, notifications
 ) -> None:
     async def scenario() -> tuple[Server, list[str]]:
         async with (
@@ -71,6 +71,7 @@ def test_the_orchestrators_loop_stalls_recovers_and_is_given_up(
             struck = load.in_flight()
             block("orchestrator", FOR_EVER)
             await until(lambda answer: answer.json()["state"] == "DEAD")
+            notifications.read()
             live = await server.client.get("/livez")
             history = (await server.client.get("/health/history")).json()["transitions"]
             moves = [(m["from"], m["to"]) for m in history if m["from"] != m["to"]]
@@ -89,6 +90,9 @@ def test_the_orchestrators_loop_stalls_recovers_and_is_given_up(
             broken += [f"left: {m.describe()}" for m in await server.wait_processes_gone(5)]
             if ending is None or ending.status != FAULT.exit_status:
                 broken.append(f"ended with {ending}")
+            told_before = notifications.told.count("WATCHDOG=1")
+            if not told_before or "WATCHDOG=1" in notifications.read():
+                broken.append(f"the watchdog is kept quiet by a dead server: {notifications.told}")
             return server, broken
 
     server, broken = asyncio.run(scenario())

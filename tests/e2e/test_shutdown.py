@@ -43,7 +43,9 @@ def clean(server: Server, ending: Ending | None, left: list[Member], log: Path) 
         pytest.param("ar-1", (1,), signal.SIGINT, id="one stage", marks=pytest.mark.slow),
     ],
 )
-def test_under_load(serve, termination_log: Path, deployment, stages, signum) -> None:
+def test_under_load(
+    serve, termination_log: Path, notifications, deployment, stages, signum
+) -> None:
     async def scenario() -> tuple[Server, list[ChatCall], Ending | None, list[Member]]:
         async with serve(deployment) as server, Drill(server, stages) as drill:
             load = await drill.put_under_load(drill.one_of_each())
@@ -60,6 +62,16 @@ def test_under_load(serve, termination_log: Path, deployment, stages, signum) ->
         if told.get("code") != 503 or not told.get("message") or told.get("fault") is not None:
             broken.append(f"request {call.number} {call.label}: {call.describe()}")
     assert broken == [], server.tail()
+    notifications.read()
+    news = [line for line in notifications.told if line != "WATCHDOG=1"]
+    assert news == [
+        "STATUS=STARTING",
+        "STATUS=HEALTHY",
+        "READY=1",
+        "STATUS=HEALTHY: draining",
+        "STOPPING=1",
+    ]
+    assert "WATCHDOG=1" in notifications.told
 
 
 @pytest.mark.slow

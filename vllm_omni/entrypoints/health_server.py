@@ -167,7 +167,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     guard = RequestGuard(app, runtime)
     kwargs.setdefault("timeout_graceful_shutdown", _CONNECTIONS_S)
     upstream_serve_http = seams.original("vllm_omni.entrypoints.openai.api_server:serve_http")
-    async with _beating(runtime), asyncio.TaskGroup() as group:
+    async with _beating(app, runtime), asyncio.TaskGroup() as group:
         serving = group.create_task(
             _serve(partial(upstream_serve_http, guard, sock, **kwargs)), name="health-serve-http"
         )
@@ -190,8 +190,14 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
 
 
 @contextlib.asynccontextmanager
-async def _beating(runtime: HealthRuntime) -> AsyncIterator[None]:
-    runtime.api_beat.start(asyncio.get_running_loop())
+async def _beating(app: Any, runtime: HealthRuntime) -> AsyncIterator[None]:
+    """This loop says that it turns, and that the server listens, of which uvicorn tells no one."""
+
+    def look() -> None:
+        if getattr(getattr(app.state, "server", None), "started", False):
+            runtime.listening()
+
+    runtime.api_beat.start(asyncio.get_running_loop(), look)
     try:
         yield
     finally:

@@ -35,10 +35,15 @@ class LoopBeat:
         self._at: float | None = None
         self._loop: Any = None
         self._thread_id: int | None = None
+        self._on_beat: Callable[[], object] | None = None
 
-    def start(self, loop: Any) -> None:
-        """Beat on ``loop`` from now on; called on its thread, where it is running."""
+    def start(self, loop: Any, on_beat: Callable[[], object] | None = None) -> None:
+        """Beat on ``loop`` from now on, with a call of ``on_beat``.
+
+        Called on its thread, where it is running.
+        """
         self._loop = loop
+        self._on_beat = on_beat
         self._thread_id = threading.get_ident()
         self._beat()
 
@@ -50,6 +55,8 @@ class LoopBeat:
         if self._loop is not None:
             self._at = self._clock()
             self._loop.call_later(BEAT_S, self._beat)
+            if self._on_beat is not None:
+                self._on_beat()
 
     @property
     def at(self) -> float | None:

@@ -17,6 +17,7 @@ from vllm_omni.health.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.machine import HealthMachine, State
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
+from vllm_omni.health.systemd import ServiceManager
 
 _OVERTIME_S = 1.0
 """How far the end of the process may be behind ``shutdown_timeout_s`` before it is forced. The
@@ -37,6 +38,7 @@ class HealthRuntime:
         self.end_by_force: Callable[[], object] = lambda: None
         """Ends the process without any loop's help; called on a thread of its own, once. Set by
         who knows how to."""
+        self.service_manager = ServiceManager.of_this_process()
         self._deadline: float | None = None
         self._forced = False
 
@@ -46,6 +48,8 @@ class HealthRuntime:
         self._watch_loop(self.orchestrator_beat, self._orchestrator_given_up)
         self._watch_loop(self.api_beat, self._force)
         self.supervisor.every(BEAT_S, self._check_deadline)
+        if self.service_manager is not None:
+            self.service_manager.follow(self.machine, self.supervisor.every, self._well)
 
     def _watch_loop(self, beat: LoopBeat, on_end: Callable[[], object]) -> None:
         watch = LoopWatch(
@@ -73,6 +77,15 @@ class HealthRuntime:
     def stop(self) -> None:
         """End the supervisor thread; idempotent."""
         self.supervisor.stop()
+
+    def listening(self) -> None:
+        """The server answers requests; may be said again and again."""
+        if self.service_manager is not None and self.machine.snapshot.started:
+            self.service_manager.ready()
+
+    def _well(self) -> bool:
+        stalled = self.api_beat.age() > self.settings.loop_stall_s
+        return not stalled and not self.restart_needed()
 
     def orchestrator_stalled(self) -> bool:
         """Whether the orchestrator's loop has not turned for ``loop_stall_s``."""
