@@ -28,7 +28,8 @@ class Variant(StrEnum):
     LAYER = "layer"
 
 
-_ENVIRONMENT = {Variant.UPSTREAM: {"VLLM_OMNI_HEALTH": "off"}, Variant.LAYER: {}}
+ENVIRONMENT = {Variant.UPSTREAM: {"VLLM_OMNI_HEALTH": "off"}, Variant.LAYER: {}}
+"""What is put on top of the environment."""
 
 Pair = dict[Variant, Server]
 Progress = Callable[[str], None]
@@ -51,7 +52,7 @@ async def pair(deployment: str, folder: Path, progress: Progress) -> AsyncIterat
                     [str(SERVE), deployment, "--port", str(port)],
                     url=f"http://127.0.0.1:{port}",
                     folder=folder / f"{deployment}-{variant}-{port}",
-                    env=_ENVIRONMENT[variant],
+                    env=ENVIRONMENT[variant],
                 )
             )
             # One after the other: together they would fight for the cores, and for the port.
