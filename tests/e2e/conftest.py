@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -44,25 +46,35 @@ def short_folder() -> Iterator[Path]:
 
 
 class Notifications:
-    """What a server started from here on tells its service manager."""
+    """What a server started from here on tells its service manager, which reads all the time."""
 
     def __init__(self, address: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(address))
-        self._socket.setblocking(False)
-        self.told: list[str] = []
+        self._socket.settimeout(0.1)
+        self._closed = False
+        self.told: list[tuple[float, str]] = []
+        """With the monotonic time of each message."""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
 
-    def read(self) -> list[str]:
-        """What has come since the last call; all of it is in ``told``."""
-        new = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                new.append(self._socket.recv(4096).decode())
-        self.told += new
-        return new
+    def _read(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(TimeoutError):
+                self.told.append((time.monotonic(), self._socket.recv(4096).decode()))
+
+    def news(self) -> list[str]:
+        """All but the watchdog's."""
+        return [message for _, message in self.told if message != "WATCHDOG=1"]
+
+    def watchdog_fed(self) -> float | None:
+        """When the watchdog was last kept quiet."""
+        return max((at for at, message in self.told if message == "WATCHDOG=1"), default=None)
 
     def close(self) -> None:
         """Nobody listens any more."""
+        self._closed = True
+        self._thread.join()
         self._socket.close()
 
 

@@ -7,6 +7,7 @@ any thread, and imports neither vLLM nor asyncio.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import select
@@ -304,3 +305,36 @@ def reap(pid: int) -> None:
     except ChildProcessError:
         # Not our child, or reaped already.
         pass
+
+
+def adopts_orphans() -> bool:
+    """Whether orphaned descendants become this process's children: pid 1, or a subreaper."""
+    subreaper = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(subreaper), 0, 0, 0)
+    return os.getpid() == 1 or bool(subreaper.value)
+
+
+def reap_adopted(groups: set[int]) -> list[int]:
+    """Take the exit status of children in these process groups that their leaders started.
+
+    The leaders themselves are children that somebody else waits for, as is every child outside
+    of these groups. Returns the pids.
+    """
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        fields = _stat_fields(int(entry.name))
+        if (
+            fields is not None
+            and fields[2] == "Z"
+            and int(fields[_STAT_PPID]) == os.getpid()
+            and int(fields[_STAT_PGRP]) in groups - {int(entry.name)}
+        ):
+            reap(int(entry.name))
+            found.append(int(entry.name))
+    return found
+
+
+_PR_GET_CHILD_SUBREAPER = 37
+"""From linux/prctl.h."""

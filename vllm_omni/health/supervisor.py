@@ -1,9 +1,8 @@
 """The supervisor: a thread that sees what no message can tell.
 
-It waits on pidfds and last-words pipes of the stage processes, and looks at the server's event
-loops from time to time, so neither a stuck orchestrator nor a busy event loop keeps it from
-moving the health state. It also owns the list of what is ours to end: one process group per
-replica.
+It waits on pidfds and last-words pipes, and looks at the server's event loops from time to time,
+so no stuck loop keeps it from moving the health state. It also owns the list of what is ours to
+end: one process group per replica.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.processes import (
     ExitStatus,
     ProcessIdentity,
-    await_ends,
+    adopts_orphans,
     exit_under_way,
     open_thread_pidfds,
     peek_exit_status,
-    reap,
+    reap_adopted,
 )
 from vllm_omni.health.timers import Timers
 from vllm_omni.health.watched import (
@@ -37,6 +36,7 @@ from vllm_omni.health.watched import (
     WatchedProcess,
     WatchedThread,
     WatchedWords,
+    end_all,
     lost_fault,
     open_watch,
 )
@@ -44,10 +44,11 @@ from vllm_omni.health.watched import (
 logger = logging.getLogger(__name__)
 
 _MESSAGE_GRACE_S = 0.05
-"""How long an engine core that exited by itself may still have a message under way.
+"""How long an engine core that exited by itself may still have a message under way: it was handed
+to the socket before the exit, so only our own reading is awaited."""
 
-Its last message was handed to the socket before it exited, so only our own reading is awaited.
-"""
+_ADOPTED_S = (0.5, 5.0)
+"""How long after a process's end its children are looked for, which end by their parent's."""
 
 
 class Supervisor:
@@ -68,6 +69,7 @@ class Supervisor:
         self._closing_all = False
         self._stopped = False
         self._timers = Timers()
+        self._adopts = adopts_orphans()
         # Touched on the thread only, as is what it holds.
         self._oom_kills: dict[Path, OomKills] = {}
         self._thread = threading.Thread(target=self._run, name="health-supervisor", daemon=True)
@@ -234,22 +236,15 @@ class Supervisor:
         process is ending anyway.
         """
         self.all_closing()
-        killed = self.leftovers()
-        with self._lock:
-            replicas = list(self._replicas.values())
-        for replica in replicas:
-            replica.kill()
-        await_ends(killed, wait_s)
-        for replica in replicas:
-            for pid in replica.roots():
-                reap(pid)
-        return killed
+        return end_all(self._all(), wait_s)
 
     def leftovers(self) -> list[int]:
         """Pids of stage processes that are still alive."""
+        return [pid for replica in self._all() for pid in replica.alive()]
+
+    def _all(self) -> list[Replica]:
         with self._lock:
-            replicas = list(self._replicas.values())
-        return [pid for replica in replicas for pid in replica.alive()]
+            return list(self._replicas.values())
 
     def replica(self, stage_id: int, replica_id: int) -> Replica | None:
         """What is known of one replica, to be read only; None when it was never started here."""
@@ -358,7 +353,14 @@ class Supervisor:
         if status == ExitStatus() and watched.exit_status is not None:
             status = watched.exit_status()
         self._unwatch(watched)
+        if self._adopts:
+            # What it leaves behind is a child of ours by now, or soon will be.
+            for seconds in _ADOPTED_S:
+                self._timers.after(seconds, self._reap_adopted)
         self._ending(watched, status)
+
+    def _reap_adopted(self) -> None:
+        reap_adopted({one.core.pid for one in self._all() if not one.inline})
 
     def _ending(self, watched: WatchedProcess, status: ExitStatus) -> None:
         if watched.judged:

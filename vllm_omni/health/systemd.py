@@ -7,9 +7,9 @@ thread, or whoever moved the state.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -20,6 +20,13 @@ from vllm_omni.health.states import Snapshot
 _SOCKET = "NOTIFY_SOCKET"
 _WATCHDOG_USEC = "WATCHDOG_USEC"
 _WATCHDOG_PID = "WATCHDOG_PID"
+
+_FLUSH_S = 0.5
+"""How often what did not fit into the socket is tried again. Linux lets ten messages wait in one
+(net.unix.max_dgram_qlen, unix(7)); one that was lost, such as READY, would end the server."""
+
+_KEPT = 32
+"""Messages that may wait here."""
 
 
 class ServiceManager:
@@ -34,6 +41,8 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
+        self._lock = threading.Lock()
+        self._unsent: list[str] = []
         self._ready = False
         self._stopping = False
         self._status = ""
@@ -70,10 +79,15 @@ class ServiceManager:
 
         def keep_quiet() -> None:
             if well():
-                self._send("WATCHDOG=1")
+                self._send("WATCHDOG=1", keep=False)
+
+        def flush() -> None:
+            with self._lock:
+                self._flush()
 
         machine.observe(tell_status)
         tell_status()
+        every(_FLUSH_S, flush)
         if self.watchdog_s is not None:
             # Half of the time is what sd_watchdog_enabled(3) recommends.
             every(self.watchdog_s / 2, keep_quiet)
@@ -100,7 +114,25 @@ class ServiceManager:
             self._stopping = True
             self._send("STOPPING=1")
 
-    def _send(self, message: str) -> None:
-        # Nobody there, or nobody who reads: no reason to do anything else than serve.
-        with contextlib.suppress(OSError):
+    def _send(self, message: str, *, keep: bool = True) -> None:
+        """Send now, or, when it is to be kept, as soon as there is room for it."""
+        with self._lock:
+            if not self._flush() or not self._sent(message):
+                self._unsent += [message] if keep else []
+                del self._unsent[:-_KEPT]
+
+    def _flush(self) -> bool:
+        """Send what was left; whether all of it is sent. The lock is held."""
+        while self._unsent and self._sent(self._unsent[0]):
+            self._unsent.pop(0)
+        return not self._unsent
+
+    def _sent(self, message: str) -> bool:
+        try:
             self._socket.sendto(message.encode(), self._address)
+        except BlockingIOError:
+            return False
+        except OSError:
+            # Nobody is there: no reason to do anything else than serve.
+            pass
+        return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from vllm_omni.health.cgroups import OomKills
@@ -16,11 +16,13 @@ from vllm_omni.health.last_words import LastWordsReader
 from vllm_omni.health.processes import (
     ExitStatus,
     ProcessIdentity,
+    await_ends,
     group_members,
     kill_group,
     kill_process,
     open_pidfd,
     parent_pid,
+    reap,
 )
 
 ReplicaKey = tuple[int, int]
@@ -133,6 +135,19 @@ class Replica:
     def roots(self) -> list[int]:
         """Pids of those that are the server's own children, to be reaped by it."""
         return [worker.pid for worker in self.workers] if self.inline else [self.core.pid]
+
+
+def end_all(replicas: Iterable[Replica], wait_s: float) -> list[int]:
+    """SIGKILL these and wait for up to ``wait_s`` seconds; the pids that were alive."""
+    replicas = list(replicas)
+    killed = [pid for replica in replicas for pid in replica.alive()]
+    for replica in replicas:
+        replica.kill()
+    await_ends(killed, wait_s)
+    for replica in replicas:
+        for pid in replica.roots():
+            reap(pid)
+    return killed
 
 
 def lost_fault(
