@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -93,18 +93,23 @@ def notifications(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def serve(tmp_path: Path, termination_log: Path) -> Serve:
     """``async with serve("ar-1", policy="hold") as server``: ready on entering, gone on leaving.
 
-    Keywords are settings, further arguments options of ``vllm serve``. Logs are in a folder of
+    Keywords are settings, further arguments options of ``vllm serve``; ``wrapper`` is a command
+    that runs another one. Logs are in a folder of
     their own for each server.
     """
 
     @contextlib.asynccontextmanager
     async def start(
-        deployment: str, *options: str, ready: bool = True, **settings: object
+        deployment: str,
+        *options: str,
+        ready: bool = True,
+        wrapper: Sequence[str] = (),
+        **settings: object,
     ) -> AsyncIterator[Server]:
         env = {f"VLLM_OMNI_HEALTH_{name.upper()}": str(v) for name, v in settings.items()}
         env["VLLM_OMNI_HEALTH_TERMINATION_LOG"] = str(termination_log)
         with reserved_port() as port:
-            command = [str(SERVE), deployment, "--port", str(port), *options]
+            command = [*wrapper, str(SERVE), deployment, "--port", str(port), *options]
             folder = tmp_path / f"server-{Server.started + 1}"
             url = f"http://127.0.0.1:{port}"
             async with running(command, url=url, folder=folder, env=env) as server:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -182,3 +188,38 @@ def test_steps_slower_than_pings_are_no_hang(serve) -> None:
 
     alarm, findings = run_until_valid(drill)
     assert alarm is None, told(findings)
+
+
+BUSY_S = 45
+"""Nine times the timeout below."""
+
+
+@contextlib.contextmanager
+def no_free_core() -> Iterator[None]:
+    """Two processes a core that compute for nobody."""
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    try:
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_free_core_is_no_hang(serve) -> None:
+    async def drill() -> tuple[list[str], int]:
+        async with serve("ar-1", hang_timeout_s=5) as server, Drill(server, (1,)) as drill:
+            with no_free_core():
+                load = await drill.put_under_load(drill.one_of_each() * 4, repeat=True)
+                await asyncio.sleep(BUSY_S)
+            history = (await server.client.get("/health/history")).json()["transitions"]
+            moves = [f"{m['from']} {m['to']} {m['cause']}" for m in history if m["from"] != m["to"]]
+            return moves, load.counts()[Outcome.ANSWERED]
+
+    moves, answered = run_until_valid(drill)
+    assert len(moves) == 1, moves
+    assert answered
