@@ -10,6 +10,7 @@ import pytest
 from vllm_omni.engine.liveness import SECOND_PING_S, LivenessMonitor, Pulse
 from vllm_omni.health.faults import FaultKind
 from vllm_omni.health.machine import HealthMachine, ReplicaState, State
+from vllm_omni.health.processes import ProcessIdentity
 from vllm_omni.health.watched import Replica, open_watch
 
 
@@ -161,7 +162,7 @@ def test_a_replica_that_answers_and_gets_on_does_not():
 
 def test_steps_that_are_told_of_are_life_while_no_answer_comes():
     async def scenario():
-        replica = Replica(core=None)
+        replica = Replica(core=ProcessIdentity.of(os.getpid()))
         bench = Bench(replica=replica)
         bench.answering = False
         for _ in range(50):

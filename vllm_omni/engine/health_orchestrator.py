@@ -24,6 +24,7 @@ from vllm_omni.engine.liveness import PING, LivenessMonitor, Ping
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
+from vllm_omni.engine.remote_stages import RemoteWatch
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.loops import BEAT_S
@@ -66,18 +67,30 @@ class HealthOrchestratorMixin:
             on_hang=self._health.supervisor.report,
             replicas=self._health.supervisor.replica,
         )
+        self._remote = RemoteWatch(
+            self.stage_pools,
+            self._health.settings.remote_timeout_s,
+            is_local=lambda *key: self._health.supervisor.replica(*key) is not None,
+            report=self._health.supervisor.report,
+        )
+        self._announced: dict[tuple[int, int], Any] = {}
         self._announce_replicas()
+        if self._health.machine.snapshot.state is State.STARTING:
+            self._health.machine.started()
 
     def _announce_replicas(self) -> None:
-        machine = self._health.machine
+        """Replicas that serve: those of the start, and any that registered since."""
         for stage_id, pool in enumerate(self.stage_pools):
             for replica_id in pool.live_replica_ids():
+                key, client = (stage_id, replica_id), pool.clients[replica_id]
+                if self._announced.get(key) is client:
+                    continue
+                self._announced[key] = client
+                self._evicted.discard(key)
                 self._health.supervisor.replica_ready(stage_id, replica_id)
-                ping = _ping_of(pool.clients[replica_id])
+                ping = _ping_of(client)
                 if ping is not None:
                     self._liveness.watch(stage_id, replica_id, ping)
-        if machine.snapshot.state is State.STARTING:
-            machine.started()
 
     # ---- hooks of upstream's run() ---------------------------------------------------------
 
@@ -151,7 +164,9 @@ class HealthOrchestratorMixin:
         try:
             while not shutdown.done():
                 self._wake.clear()
+                self._announce_replicas()
                 self._liveness.tick()
+                self._remote.look()
                 await self._align()
                 woken = asyncio.ensure_future(self._wake.wait())
                 try:

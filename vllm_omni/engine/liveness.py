@@ -13,14 +13,18 @@ calls :meth:`LivenessMonitor.tick`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.health.evidence import Evidence, Replicas
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.machine import HealthMachine
+
+logger = logging.getLogger(__name__)
 
 PING = "health_ping"
 """Name of the utility method that our engine core answers, and our diffusion process."""
@@ -213,9 +217,13 @@ class LivenessMonitor:
     async def _await_answer(self, key: ReplicaKey, watched: _Watched) -> None:
         try:
             answer = await watched.ping()
-        except Exception:
+        except EngineDeadError:
             # A client that cannot ask any more: its replica's end is seen elsewhere.
             return
+        except Exception as exc:
+            # An answer all the same, as of a stage on another host without this layer.
+            logger.debug("[health] stage %d replica %d cannot answer a ping: %r", *key, exc)
+            answer = None
         watched.pending -= 1
         pulse = answer if isinstance(answer, Pulse) else Pulse(0.0, answer)
         self._alive(key, watched, self._clock() - max(0.0, pulse.silent_s))

@@ -5,7 +5,6 @@ Read from ``/proc``, which takes microseconds a process, so on any thread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from vllm_omni.health.faults import Fault
@@ -61,11 +60,15 @@ class Evidence:
     def add_to(self, fault: Fault) -> Fault:
         """``fault`` with the process it is about: the one that is stopped, else the first.
 
-        A replica without processes of its own is this process.
+        An inline replica without workers is this process; one on another host has none here.
         """
+        replica = self._replicas(*self._key)
+        if replica is None:
+            return fault.with_context(role="stage on another host")
         found = self.stopped() or self._processes()
         if not found:
-            return fault.with_context(role="diffusion engine", pid=os.getpid())
+            role = "diffusion engine" if replica.inline else "engine core"
+            return fault.with_context(role=role, pid=replica.core.pid)
         culprit = found[0]
         return fault.with_context(role=culprit.role, rank=culprit.rank, pid=culprit.identity.pid)
 

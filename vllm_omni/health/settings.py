@@ -99,6 +99,14 @@ class HealthSettings(BaseSettings):
         ge=0,
         le=86400,
     )
+    remote_timeout_s: Seconds = _field(
+        30.0,
+        "How long a stage on another host may send no heartbeat before it counts as lost; they "
+        "come every five seconds, and are passed on every five",
+        unit="seconds",
+        ge=12,
+        le=3600,
+    )
     loop_stall_s: Seconds = _field(
         10.0,
         "How long the orchestrator's loop may stand still before requests are refused and "
