@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -61,6 +62,35 @@ def went_through_suspicion(findings: Findings) -> list[str]:
     history = [] if findings.after is None else findings.after.history
     causes = [move["cause"] for move in history]
     return [] if "replica suspect" in causes else [f"the history has no suspicion: {causes}"]
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_is_stopped_and_it_is_that_one(serve, termination_log: Path) -> None:
+    """The other rank waits for it in a collective operation, and the engine core for both."""
+    fault = ExpectedFault("hang", 0)
+
+    async def drill() -> tuple[Server, Findings]:
+        async with (
+            serve("ar-tp2", exit_grace_s=2, hang_timeout_s=5) as server,
+            Drill(server, (1,)) as drill,
+        ):
+            await drill.put_under_load(drill.one_of_each())
+            workers = [m for m in server.tree.refresh() if m.role is Role.WORKER]
+            assert len(workers) == 2
+            # Ranks are started in order.
+            second = max(workers, key=lambda member: member.pid)
+            findings = await drill.inject(Signal(0, Role.WORKER, signum=signal.SIGCONT))
+            assert second.id.send(STOP)
+            await drill.until(lambda view: view.state == "DEAD", findings, 60)
+            await drill.watch_to_the_end(findings, 90)
+            return server, findings
+
+    server, findings = run_until_valid(drill)
+    promises = everyone_was_told(findings, fault, plain=1, streams=1)
+    promises += ended_with_the_reason(server, findings, fault, termination_log)
+    assert promises == [], told(findings)
+    reason = json.loads(termination_log.read_text())
+    assert reason["rank"] == 1, server.tail()
 
 
 # ---- diffusion -----------------------------------------------------------------------------

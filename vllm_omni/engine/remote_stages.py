@@ -50,7 +50,7 @@ class RemoteWatch:
             if hub is None:
                 continue
             for info in hub.get_replicas_for_stage(stage_id).replicas:
-                replica_id = pool._addr_to_replica_id.get(info.input_addr)
+                replica_id = getattr(pool, "_addr_to_replica_id", {}).get(info.input_addr)
                 if replica_id is not None and not self._is_local(stage_id, replica_id):
                     self._judge((stage_id, replica_id), info, now)
 
