@@ -33,6 +33,10 @@ from vllm_omni_health.drills.server import GONE_POLL_S, Server, running
 from vllm_omni_health.drills.tree import Role
 
 DEPLOYMENT, STAGES = "ar-2", (1, 1)
+
+MOMENTS = ("start-up", "idle", "load", "shutdown")
+"""When a server is killed: while it starts; ready, without and with requests; or told to stop."""
+
 GUARD_S = 60.0
 """How long descendants are awaited; upstream's would stay for ever on some devices."""
 
@@ -47,7 +51,7 @@ _FIRST_START_S = 30.0
 
 @dataclass(frozen=True)
 class Kill:
-    """One killed server. ``moment``: ``start-up``, ``idle`` or ``load``; times in seconds."""
+    """One killed server. ``moment`` is one of MOMENTS; times are in seconds."""
 
     variant: Variant
     moment: str
@@ -81,7 +85,7 @@ async def served(
 
 
 async def kill(variant: Variant, moment: str, at: float, folder: Path) -> tuple[Kill, float]:
-    """Kill one server ``at`` seconds after its start, or after it was ready; and its start's time.
+    """Kill one server ``at`` seconds after the moment began; and the time that its start took.
 
     The processes that it has are looked for all the time up to then, as afterwards an orphan
     shows no more whose it was.
@@ -93,6 +97,9 @@ async def kill(variant: Variant, moment: str, at: float, folder: Path) -> tuple[
         if moment == "load":
             drill = await stack.enter_async_context(Drill(server, STAGES))
             await drill.put_under_load(drill.one_of_each(), repeat=True)
+        if moment == "shutdown":
+            server.tree.refresh()
+            server.send(signal.SIGTERM)
         until = time.monotonic() + at
         while time.monotonic() < until and server.ending is None:
             server.tree.refresh()
@@ -134,7 +141,7 @@ async def hang(variant: Variant, folder: Path) -> Hang:
 
 
 async def measure(
-    kills: int, hangs: int, seed: int, progress: Progress
+    kills: int, hangs: int, moments: Sequence[str], seed: int, progress: Progress
 ) -> tuple[list[Kill], list[Hang]]:
     """All of it: ``kills`` servers of each variant, and as many stopped workers as ``hangs``."""
     chance = random.Random(seed)
@@ -142,9 +149,9 @@ async def measure(
     killed, hung = [], []
     with tempfile.TemporaryDirectory(prefix="orphans-") as name:
         for number in range(kills):
-            # Half of them while it starts, where most of a process's imports and loading are.
-            moment = ("start-up", "idle", "start-up", "load")[number % 4]
-            at = chance.uniform(1.0, start_s) if moment == "start-up" else chance.uniform(0, 3)
+            moment = moments[number % len(moments)]
+            spans = {"start-up": (1.0, start_s), "shutdown": (0.0, 0.5)}
+            at = chance.uniform(*spans.get(moment, (0.0, 3.0)))
             for variant in Variant:
                 progress(f"kill {number + 1} of {kills}: {variant}, {moment}")
                 result, took_s = await kill(variant, moment, at, Path(name))
@@ -162,7 +169,7 @@ def sections(killed: Sequence[Kill], hung: Sequence[Hang]) -> list[Section]:
     found = []
     if killed:
         rows = []
-        for moment in ("start-up", "idle", "load"):
+        for moment in MOMENTS:
             rows += _kill_rows([one for one in killed if one.moment == moment], moment)
         rows += _kill_rows(killed, "all")
         found.append(
@@ -241,6 +248,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.orphans", description=__doc__)
     parser.add_argument("--kills", type=int, default=30, help="servers of each kind to kill")
     parser.add_argument("--hangs", type=int, default=3, help="workers of each kind to stop")
+    parser.add_argument(
+        "--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="kill at these, in turn"
+    )
     parser.add_argument("--seed", type=int, default=1, help="chooses the moments")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument(
@@ -255,7 +265,7 @@ def main() -> int:
     def progress(what: str) -> None:
         console.print(f"{time.monotonic() - began:4.0f} s  {what}", highlight=False)
 
-    killed, hung = asyncio.run(measure(args.kills, args.hangs, args.seed, progress))
+    killed, hung = asyncio.run(measure(args.kills, args.hangs, args.moments, args.seed, progress))
     name = f"{results.date:%Y-%m-%d}-orphans"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.more and (args.out / f"{name}.json").is_file():
