@@ -62,6 +62,10 @@ def test_each_kill_in_the_processs_own_cgroup_is_claimed_once(
     assert not counter.claim()
     write(file, "low 0\noom 8\noom_kill 7\noom_group_kill 0\n")
     assert [counter.claim() for _ in range(3)] == [True, True, False]
+    # A process that was started after a kill cannot have ended by it.
+    write(file, "oom_kill 8\n")
+    assert not counter.claim(since=8)
+    assert counter.claim(since=7)
     file.unlink()
     assert not counter.claim()
 

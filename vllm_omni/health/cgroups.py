@@ -38,10 +38,13 @@ class OomKills:
                 return cls(file, count)
         return None
 
-    def claim(self) -> bool:
-        """Take one kill that nobody has claimed; False when there is none."""
+    def claim(self, since: int = 0) -> bool:
+        """Take one kill that nobody has claimed; False when there is none.
+
+        ``since``: what the counter stood at when the watch over the process in question began.
+        """
         count = _read(self.file)
-        if count is None or count <= self.seen:
+        if count is None or count <= max(self.seen, since):
             return False
         self.seen += 1
         return True

@@ -323,7 +323,7 @@ class Supervisor:
                 self._watch(watched)
 
     def _watch(self, watched: WatchedProcess) -> None:
-        counter = OomKills.around(watched.identity.pid)
+        counter = watched.oom_kills
         if counter is not None:
             watched.oom_kills = self._oom_kills.setdefault(counter.file, counter)
         self._replicas[watched.key].processes.append(watched)

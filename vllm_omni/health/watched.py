@@ -43,12 +43,15 @@ class WatchedProcess:
     threads: set[int] = field(default_factory=set)
     judged: bool = False
     oom_kills: OomKills | None = None
-    """The counter of its cgroup; None where the kernel keeps none."""
+    """The counter of its cgroup, which others share; None where the kernel keeps none."""
+    oom_kills_before: int = 0
+    """What that counter stood at when the watch began."""
 
     def killed_for_memory(self, status: ExitStatus) -> bool:
         """Whether it ended by a kill that the kernel has counted in its cgroup; claims that."""
         killed = status.signal_number == signal.SIGKILL
-        return killed and self.oom_kills is not None and self.oom_kills.claim()
+        counter = self.oom_kills
+        return killed and counter is not None and counter.claim(self.oom_kills_before)
 
 
 def open_watch(
@@ -70,7 +73,18 @@ def open_watch(
     if parent is not None and parent_pid(pid) != parent:
         os.close(pidfd)
         return None
-    return WatchedProcess(identity, pidfd, role, key, rank, exit_status)
+    # Not later, on the supervisor's thread: it may have been killed by then.
+    counter = OomKills.around(pid)
+    return WatchedProcess(
+        identity,
+        pidfd,
+        role,
+        key,
+        rank,
+        exit_status,
+        oom_kills=counter,
+        oom_kills_before=0 if counter is None else counter.seen,
+    )
 
 
 @dataclass(frozen=True)
