@@ -18,7 +18,7 @@ from vllm_omni.engine.messages import ErrorMessage, ShutdownRequestMessage
 from vllm_omni.engine.orchestrator import OrchestratorRequestState
 from vllm_omni.engine.stage_pool import StagePool
 from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.machine import State
+from vllm_omni.health.machine import ReplicaState, State
 from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.health.settings import HealthSettings
 
@@ -276,3 +276,20 @@ def test_two_stages_at_once_keep_the_first_cause():
             report.join()
         kinds = [m.fault["kind"] for m in service.machine.history() if m.fault]
         assert {"oom", "engine"} <= set(kinds)
+
+
+def test_replicas_that_register_later_are_known_and_one_that_comes_back_heals():
+    with Service([Client(), Client()]) as service:
+        service.on_loop(lambda: service.pools[0].clients.append(Client()))
+        until(lambda: service.machine.replica_state(0, 2) is ReplicaState.LIVE)
+        service.runtime.supervisor.report(fault(replica_id=0))
+        until(lambda: service.pools[0].clients[0] is None)
+        assert service.machine.snapshot.state is State.DEGRADED
+
+        def come_back():
+            service.pools[0].clients[0] = Client()
+
+        service.on_loop(come_back)
+        until(lambda: service.machine.snapshot.state is State.HEALTHY)
+        service.runtime.supervisor.report(fault(replica_id=0, kind=FaultKind.ENGINE))
+        until(lambda: service.pools[0].clients[0] is None)

@@ -83,7 +83,7 @@ _KIND_FACTS = {
     ),
     FaultKind.ENGINE: _KindFacts(80, "The model engine met an error that it cannot recover from."),
     FaultKind.ORCHESTRATOR: _KindFacts(
-        87, "The server's coordination of requests ended unexpectedly."
+        87, "The server's coordination of requests does not work any more."
     ),
 }
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(FaultKind)}
