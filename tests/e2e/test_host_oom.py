@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +22,16 @@ from vllm_omni_health.drills.tree import Role
 
 pytestmark = pytest.mark.slow
 
-STEP_BYTES = 16 << 20
-GUARD_S = 60
+GUARD_S = 40
+
+HOG = """
+import time
+open("/proc/self/oom_score_adj", "w").write("-1000")
+eaten = []
+while True:
+    eaten.append(b"x" * (4 << 20))
+    time.sleep(0.02)
+"""
 
 
 class MemoryCgroup:
@@ -37,17 +47,20 @@ class MemoryCgroup:
         """A command that runs another one in here."""
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"]
 
-    def squeeze(self) -> None:
-        """Lower the limit until nothing is left to give back, and so nothing to be had."""
-        limit = int(self._usage.read_text())
-        while limit > 0:
-            try:
-                self._limit.write_text(str(limit))
-            except OSError as exc:
-                if exc.errno != errno.EBUSY:
-                    raise
-                return
-            limit -= STEP_BYTES
+    @contextlib.contextmanager
+    def exhausted(self, victim: int) -> Iterator[None]:
+        """No more room than there is, and a process that wants more and is not killed for it.
+
+        ``victim`` is: what it then gives back takes the other one seconds to use up.
+        """
+        self._limit.write_text(self._usage.read_text().strip())
+        Path(f"/proc/{victim}/oom_score_adj").write_text("1000")
+        hog = subprocess.Popen([*self.wrapper, sys.executable, "-c", HOG])
+        try:
+            yield
+        finally:
+            hog.kill()
+            hog.wait()
 
     def close(self) -> None:
         """Its processes must be gone."""
@@ -75,7 +88,6 @@ def cgroup() -> Iterator[MemoryCgroup]:
 
 
 def test_a_worker_killed_for_its_memory(serve, termination_log: Path, cgroup) -> None:
-    """The largest process is the one that the kernel chooses, and that is the worker."""
     fault = ExpectedFault("host_oom", 0)
 
     async def drill() -> tuple[Server, Findings]:
@@ -87,8 +99,10 @@ def test_a_worker_killed_for_its_memory(serve, termination_log: Path, cgroup) ->
             # A signal that changes nothing: what is broken is the memory.
             cont = Signal(0, Role.WORKER, signum=signal.SIGCONT, kind="host_oom")
             findings = await drill.inject(cont)
-            cgroup.squeeze()
-            await drill.until(lambda view: view.status != 200, findings, GUARD_S)
+            assert findings.target is not None
+            with cgroup.exhausted(findings.target.pid):
+                view = await drill.until(lambda view: view.status != 200, findings, GUARD_S)
+            assert view is not None, "the kernel killed nobody"
             await drill.watch_to_the_end(findings, GUARD_S)
             return server, findings
 
