@@ -29,6 +29,7 @@ class Variant(StrEnum):
 
 
 ENVIRONMENT = {Variant.UPSTREAM: {"VLLM_OMNI_HEALTH": "off"}, Variant.LAYER: {}}
+"""What is put on top of the environment."""
 
 Pair = dict[Variant, Server]
 Progress = Callable[[str], None]

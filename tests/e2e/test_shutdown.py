@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -43,7 +45,9 @@ def clean(server: Server, ending: Ending | None, left: list[Member], log: Path) 
         pytest.param("ar-1", (1,), signal.SIGINT, id="one stage", marks=pytest.mark.slow),
     ],
 )
-def test_under_load(serve, termination_log: Path, deployment, stages, signum) -> None:
+def test_under_load(
+    serve, termination_log: Path, notifications, deployment, stages, signum
+) -> None:
     async def scenario() -> tuple[Server, list[ChatCall], Ending | None, list[Member]]:
         async with serve(deployment) as server, Drill(server, stages) as drill:
             load = await drill.put_under_load(drill.one_of_each())
@@ -60,6 +64,14 @@ def test_under_load(serve, termination_log: Path, deployment, stages, signum) ->
         if told.get("code") != 503 or not told.get("message") or told.get("fault") is not None:
             broken.append(f"request {call.number} {call.label}: {call.describe()}")
     assert broken == [], server.tail()
+    assert notifications.news() == [
+        "STATUS=STARTING",
+        "STATUS=HEALTHY",
+        "READY=1",
+        "STATUS=HEALTHY: draining",
+        "STOPPING=1",
+    ]
+    assert notifications.watchdog_fed()
 
 
 @pytest.mark.slow
@@ -149,3 +161,30 @@ def test_told_to_stop_while_it_starts(
     assert json.loads(termination_log.read_text())["exit_status"] == 128 + signal.SIGTERM
     assert list(sockets.iterdir()) == []
     assert "told to stop by SIGTERM while starting" in server.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_as_pid_1_of_a_container_it_obeys_and_leaves_nothing(serve, termination_log: Path) -> None:
+    """Without an init: the kernel ignores signals there that pid 1 has no handler for."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    try:
+        subprocess.run([*container, "true"], check=True, capture_output=True, timeout=END_S)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no pid namespace can be made on this machine")
+
+    async def scenario() -> tuple[Server, Ending | None, list[Member]]:
+        async with serve("ar-1", wrapper=container) as server:
+            health = (await server.client.get("/health")).json()
+            # Pids are the container's; here the server has another one.
+            assert health["stages"][0]["replicas"][0]["pid"] != 1
+            (pid,) = children_of(server.pid)
+            server.tree.refresh()
+            os.kill(pid, signal.SIGTERM)
+            return server, *await end(server)
+
+    server, ending, left = asyncio.run(scenario())
+    assert clean(server, ending, left, termination_log) == [], server.tail()

@@ -5,6 +5,8 @@ Each case breaks a server for good, so each starts one, and looks at everything 
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -150,5 +152,35 @@ def test_hold_stays_up_with_503_and_frees_the_stages(serve, termination_log: Pat
     promises += everyone_was_told(findings, fault, plain=2, streams=2)
     assert findings.after is not None
     promises += contract.dead(findings.after, stages, fault)
+    promises += ended_with_the_reason(server, findings, fault, termination_log)
+    assert promises == [], told(findings)
+
+
+@pytest.mark.slow
+def test_everything_is_killed_at_once_and_the_rest_while_it_ends(
+    serve, termination_log: Path
+) -> None:
+    """Whichever was seen first is the reason; nothing is answered twice or left."""
+
+    async def drill() -> tuple[Server, Findings]:
+        async with serve("ar-2", exit_grace_s=2) as server, Drill(server, (1, 1)) as drill:
+            await drill.put_under_load(drill.one_of_each())
+            members = server.tree.refresh()
+            cores = [member for member in members if member.role is Role.ENGINE_CORE]
+            workers = [member for member in members if member.role is Role.WORKER]
+            findings = await drill.inject(Signal(stage_id=0))
+            for member in (*cores, workers[0]):
+                member.id.send(signal.SIGKILL)
+            await drill.until(lambda view: view.status != 200, findings, 30)
+            for member in workers:
+                member.id.send(signal.SIGKILL)
+            await drill.watch_to_the_end(findings, 90)
+            return server, findings
+
+    server, findings = run_until_valid(drill)
+    stage_id = json.loads(termination_log.read_text())["stage_id"]
+    assert stage_id in (0, 1)
+    fault = ExpectedFault("process_lost", stage_id)
+    promises = everyone_was_told(findings, fault, plain=2, streams=2)
     promises += ended_with_the_reason(server, findings, fault, termination_log)
     assert promises == [], told(findings)

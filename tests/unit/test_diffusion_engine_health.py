@@ -2,20 +2,32 @@
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.engine import diffusion_engine_health
+from vllm_omni.engine import diffusion_engine_health, diffusion_progress
 from vllm_omni.engine.diffusion_engine_health import HealthEngineMixin, replica_being_started
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults import FaultError, FaultKind
+from vllm_omni.health.last_words import LastWordsReader, LastWordsWriter, speak_through
 from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.health.settings import HealthSettings, SettingsError
 
 pytestmark = pytest.mark.timeout(30)
+
+
+class Scheduler:
+    """Has requests when the test says so."""
+
+    waiting = False
+
+    def has_requests(self):
+        return self.waiting
 
 
 class Executor:
@@ -48,6 +60,8 @@ class Engine:
     def __init__(self, od_config=None, scheduler=None):
         self._loop_started = False
         self._closed = False
+        self._scheduling_paused = False
+        self.scheduler = Scheduler()
         self._cv = threading.Condition()
         self.stop_event = threading.Event()
         self.worker_thread = None
@@ -66,6 +80,7 @@ class Engine:
 
     def _busy_loop(self):
         while not self.stop_event.is_set():
+            self._process_aborts_queue()
             with contextlib.suppress(queue.Empty):
                 scheduled = self.scheduled.get(timeout=0.01)
                 if scheduled == "break":
@@ -76,6 +91,9 @@ class Engine:
                     self.outputs.put(self.execute_fn(scheduled))
                 except Exception as exc:
                     self.outputs.put(DiffusionOutput.from_exception(exc))
+
+    def _process_aborts_queue(self):
+        pass
 
     def _fail_engine(self, exc):
         self._closed = True
@@ -286,3 +304,80 @@ def test_in_the_server_process_the_replica_is_the_server_itself():
 def test_an_inline_stage_cannot_be_held():
     with server(policy="hold"), pytest.raises(SettingsError, match="policy hold: stage 0"):
         HealthEngine()
+
+
+# ---- liveness ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time for the engine that passes only when the test says so: ``clock.now``."""
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(diffusion_engine_health, "time", clock)
+    monkeypatch.setattr(diffusion_progress, "time", clock)
+    monkeypatch.setattr(diffusion_progress, "_last_step", 0.0)
+    return clock
+
+
+def test_an_engine_without_work_is_never_silent(clock):
+    engine = HealthEngine()
+    clock.now += 3600
+    assert engine.silent_s() == 0
+
+
+def test_an_engine_is_silent_from_the_last_step_of_its_work(clock):
+    engine = HealthEngine()
+    asked = []
+
+    def execute(_scheduled):
+        clock.now += 100
+        asked.append(engine.silent_s())
+        pipeline.transformer(torch.zeros(1))
+        asked.append(engine.silent_s())
+        clock.now += 30
+        asked.append(engine.silent_s())
+
+    pipeline = SimpleNamespace(_dit_modules=["transformer"], transformer=torch.nn.Identity())
+    runner = SimpleNamespace(pipeline=pipeline)
+    diffusion_progress.watch_steps(SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
+    engine._execute(execute, None)
+    assert asked == [100, 0, 30]
+    clock.now += 3600
+    assert engine.silent_s() == 0
+
+
+def test_requests_that_nobody_takes_up_are_silence_while_the_loop_stands(clock):
+    engine = HealthEngine()
+    engine.silent_s()
+    engine.scheduler.waiting = True
+    clock.now += 50
+    assert engine.silent_s() == 50
+    engine._process_aborts_queue()
+    assert engine.silent_s() == 0
+    engine._scheduling_paused = True
+    clock.now += 50
+    assert engine.silent_s() == 0
+
+
+def test_a_worker_process_tells_of_its_steps_but_not_of_each(clock):
+    read_fd, write_fd = os.pipe()
+    words = LastWordsReader(read_fd)
+    speak_through(LastWordsWriter(write_fd, shared=True))
+    try:
+        for _ in range(100):
+            clock.now += 0.1
+            diffusion_progress._step(None, ())
+        heard = list(words.read())
+        assert 8 <= len(heard) <= 11
+        assert all(word.progress and word.fault is None for word in heard)
+    finally:
+        speak_through(None)
+        os.close(write_fd)
+        words.close()

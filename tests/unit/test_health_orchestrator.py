@@ -17,7 +17,7 @@ from vllm_omni.engine import health_orchestrator
 from vllm_omni.engine.messages import ErrorMessage
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults import REQUEST_SENTENCE, FaultKind
-from vllm_omni.health.machine import State
+from vllm_omni.health.machine import ReplicaState, State
 from vllm_omni.outputs import OmniRequestOutput
 
 
@@ -306,3 +306,20 @@ def test_a_hundred_lives_leave_nothing_behind():
     after = held()
     assert after[:2] == (threads, descriptors)
     assert after[2] - memory < 16 * 2**20
+
+
+def test_replicas_that_register_later_are_known_and_one_that_comes_back_heals():
+    with Service([Client(), Client()]) as service:
+        service.on_loop(lambda: service.pools[0].clients.append(Client()))
+        until(lambda: service.machine.replica_state(0, 2) is ReplicaState.LIVE)
+        service.runtime.supervisor.report(fault(replica_id=0))
+        until(lambda: service.pools[0].clients[0] is None)
+        assert service.machine.snapshot.state is State.DEGRADED
+
+        def come_back():
+            service.pools[0].clients[0] = Client()
+
+        service.on_loop(come_back)
+        until(lambda: service.machine.snapshot.state is State.HEALTHY)
+        service.runtime.supervisor.report(fault(replica_id=0, kind=FaultKind.ENGINE))
+        until(lambda: service.pools[0].clients[0] is None)

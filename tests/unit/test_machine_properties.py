@@ -66,6 +66,7 @@ request_faults = st.builds(_make_fault, st.sampled_from(FaultKind), st.just(Seve
 stage_ids = st.integers(0, 2)
 replica_ids = st.integers(0, 2)
 devices = st.sampled_from(["cuda:0", "cuda:1"])
+loops = st.sampled_from(["orchestrator", "API server"])
 pids = st.none() | st.integers(1, 9)
 
 
@@ -81,6 +82,8 @@ def facts(after: st.SearchStrategy[float]) -> st.SearchStrategy[Fact]:
         one("replica_recovered", stage_ids, replica_ids),
         one("memory_pressure", devices, st.none() | fatal_faults),
         one("error_budget", st.none() | request_faults),
+        one("loop_stalled", loops, fatal_faults),
+        one("loop_turns", loops),
         one("fault_noted", any_faults),
     ]
     rare = [
@@ -183,6 +186,11 @@ class Model:
         last = [fact.args[0] for fact in self.told if fact.name == "error_budget"]
         return bool(last) and last[-1] is not None
 
+    def stalled(self) -> set[str]:
+        """Loops whose last word was that they stand still."""
+        last = {fact.args[0]: fact.name for fact in self.told if fact.name.startswith("loop_")}
+        return {loop for loop, name in last.items() if name == "loop_stalled"}
+
     def hopeless(self) -> bool:
         """Whether the last fact leaves no way to serve."""
         if any(fact.name in ("start_failed", "orchestrator_ended") for fact in self.told):
@@ -195,12 +203,14 @@ class Model:
         if self.start_at is None:
             return "STARTING"
         ill = any({"lost", "suspect"} & set(states.values()) for states in self.stages().values())
-        return "DEGRADED" if ill or self.pressed() or self.overspent() else "HEALTHY"
+        ill = ill or self.pressed() or self.overspent() or self.stalled()
+        return "DEGRADED" if ill else "HEALTHY"
 
     def accepting(self) -> bool:
         return (
             self.state() in ("HEALTHY", "DEGRADED")
             and not self.pressed()
+            and not self.stalled()
             and not any(fact.name == "drain" for fact in self.told)
             and all("live" in states.values() for states in self.stages().values())
         )

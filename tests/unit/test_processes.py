@@ -5,9 +5,11 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from vllm_omni.health.processes import (
+    Activity,
     ExitStatus,
     ProcessIdentity,
     group_members,
@@ -69,7 +71,10 @@ def test_a_process_that_is_gone_has_no_identity():
     ("code", "expected"),
     [
         ("import os; os._exit(3)", ExitStatus(code=3)),
-        ("import os; os.kill(os.getpid(), 9)", ExitStatus(signal_number=9)),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            ExitStatus(signal_number=9, core_dumped=False),
+        ),
     ],
 )
 def test_how_a_process_ended_is_read_without_reaping_it(code, expected):
@@ -88,7 +93,50 @@ def test_how_a_grandchild_ended_is_read_while_it_is_a_zombie(spawn):
     os.kill(grandchild, signal.SIGKILL)
     wait_readable(fd)
     os.close(fd)
-    assert peek_exit_status(grandchild) == ExitStatus(signal_number=signal.SIGKILL)
+    assert peek_exit_status(grandchild) == ExitStatus(
+        signal_number=signal.SIGKILL, core_dumped=False
+    )
+
+
+DUMPING = (
+    "import os, resource, signal, sys, threading, time\n"
+    "resource.setrlimit(resource.RLIMIT_CORE, (int(sys.argv[1]),) * 2)\n"
+    "os.chdir(sys.argv[2])\n"
+    "os.kill(os.getpid(), signal.SIGABRT)"
+)
+
+
+def test_a_core_dump_is_told_from_a_death_without_one(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", DUMPING, "0", str(tmp_path)])
+    fd = open_pidfd(ProcessIdentity.of(process.pid))
+    wait_readable(fd)
+    os.close(fd)
+    status = peek_exit_status(process.pid)
+    process.wait()
+    assert (status.core_dumped, status.describe()) == (False, "was killed by SIGABRT")
+
+
+def test_a_core_dump_is_named(tmp_path):
+    if Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
+        pytest.skip("core dumps go to a program on this machine")
+    process = subprocess.Popen([sys.executable, "-c", DUMPING, str(1 << 30), str(tmp_path)])
+    fd = open_pidfd(ProcessIdentity.of(process.pid))
+    wait_readable(fd)
+    os.close(fd)
+    status = peek_exit_status(process.pid)
+    process.wait()
+    if not list(tmp_path.iterdir()):
+        pytest.skip("this machine writes no core dumps")
+    assert (status.core_dumped, status.describe()) == (True, "was killed by SIGABRT (core dumped)")
+
+
+def test_a_stopped_process_is_told_from_one_that_waits(spawn):
+    identity = ProcessIdentity.of(spawn(SLEEP).pid)
+    assert not Activity.of(identity).stopped
+    os.kill(identity.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, identity.pid, os.WSTOPPED | os.WNOWAIT)
+    assert Activity.of(identity).stopped
+    assert Activity.of(ProcessIdentity(identity.pid, identity.start_ticks + 1)) is None
 
 
 def test_a_group_is_killed_whole_even_when_its_leader_is_gone(spawn):

@@ -33,6 +33,7 @@ def test_the_line_says_what_happened_where() -> None:
         "exception": None,
         "exit_code": -9,
         "signal": "SIGKILL",
+        "core_dumped": None,
         "time": "1970-01-01T00:00:00.000Z",
     }
 

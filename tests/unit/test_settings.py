@@ -43,6 +43,7 @@ def test_the_defaults() -> None:
         "drain_timeout_s": 0.0,
         "shutdown_timeout_s": 30.0,
         "hang_timeout_s": 300.0,
+        "remote_timeout_s": 30.0,
         "loop_stall_s": 10.0,
         "error_budget": 0,
         "error_budget_window_s": 60.0,

@@ -15,8 +15,10 @@ from typing import Any
 
 import zmq
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient
 from vllm_omni.diffusion.stage_diffusion_client import StageDiffusionClient
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
+from vllm_omni.engine.liveness import PING, Ping, Pulse
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault, FaultDecodeError
 from vllm_omni.health.runtime import current
@@ -64,6 +66,24 @@ def never_block(client: Any) -> None:
     client.abort_requests_async = functools.partial(
         _abort, client.stage_id, client.abort_requests_async
     )
+
+
+def diffusion_ping(client: Any) -> Ping | None:
+    """The ping of a diffusion replica, inline or in a process of its own; None for others."""
+    if isinstance(client, InlineStageDiffusionClient):
+        return functools.partial(_ask_inline, client)
+    if isinstance(client, StageDiffusionClient):
+        return functools.partial(_ask_process, client)
+    return None
+
+
+async def _ask_inline(client: Any) -> Pulse:
+    return Pulse(client._engine.silent_s())
+
+
+async def _ask_process(client: Any) -> Pulse:
+    answer = await client.collective_rpc_async(PING)
+    return Pulse(float(answer["silent_s"]))
 
 
 class _FaultDecoder:

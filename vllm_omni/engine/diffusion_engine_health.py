@@ -15,7 +15,8 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm_omni.engine.diffusion_faults import (
     refusal,
     worker_lost,
 )
+from vllm_omni.engine.diffusion_progress import last_step, watch_steps
 from vllm_omni.engine.diffusion_steps import open_envelopes, type_failures
 from vllm_omni.engine.worker_faults import WorkerError
 from vllm_omni.health import seams
@@ -92,12 +94,16 @@ class HealthEngineMixin:
     stop_event: threading.Event | None
     _cv: threading.Condition
     _loop_started: bool
+    _scheduling_paused: bool
+    scheduler: Any
     _closed: bool
     _fail_pending_rpcs: Callable[[BaseException], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.fault: Fault | None = None
         self._closing = False
+        self._at_work = 0
+        self._moved_at = time.monotonic()
         self._workers: tuple[Any, ...] = ()
         self._outlet = _outlet()
         super().__init__(*args, **kwargs)
@@ -114,6 +120,8 @@ class HealthEngineMixin:
         if dequeue is not None:
             executor._dequeue_one_with_failure_polling = functools.partial(_dequeue, dequeue)
         self._workers = tuple(getattr(executor, "_processes", ()))
+        # Only an executor without worker processes has one; theirs watch their steps themselves.
+        watch_steps(getattr(executor, "driver_worker", None))
         executor.register_failure_callback(self._executor_failed)
 
     def _init_execute_fn(self) -> None:
@@ -176,6 +184,31 @@ class HealthEngineMixin:
         else:
             logger.warning("[health] closed the diffusion engine in the middle of a forward pass")
 
+    # ---- liveness ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _work(self) -> Iterator[None]:
+        self._moved_at = time.monotonic()
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+            self._moved_at = time.monotonic()
+
+    def _process_aborts_queue(self) -> None:
+        """Upstream's, called at every turn of the busy loop: it turns."""
+        self._moved_at = time.monotonic()
+        super()._process_aborts_queue()  # type: ignore[misc]
+
+    def silent_s(self) -> float:
+        """For how long the engine has had work and got nowhere, in seconds. Any thread."""
+        now = time.monotonic()
+        waiting = self.scheduler.has_requests() and not self._scheduling_paused
+        if not self._at_work and not waiting:
+            self._moved_at = now
+        return max(0.0, now - max(self._moved_at, last_step()))
+
     # ---- faults ------------------------------------------------------------------------------
 
     def _call_workers(
@@ -186,7 +219,8 @@ class HealthEngineMixin:
         if forward:
             type_failures(getattr(self.executor, "driver_worker", None), _envelope)
         try:
-            answer = call(method, *args, **kwargs)
+            with self._work():
+                answer = call(method, *args, **kwargs)
         except Exception as exc:
             if self._closing:
                 raise
@@ -214,7 +248,8 @@ class HealthEngineMixin:
     def _execute(self, execute: Callable[[Any], Any], scheduled: Any) -> Any:
         """One step, or one batch of requests; never returns after a fatal fault."""
         try:
-            output = execute(scheduled)
+            with self._work():
+                output = execute(scheduled)
         except Exception as exc:
             if self.fault is None and not self._closing:
                 fault = worker_lost(fault_of(exc), self._workers)

@@ -18,6 +18,7 @@ from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpac
 from vllm_omni.engine.diffusion_client import fault_message
 from vllm_omni.engine.diffusion_engine_health import set_process_outlet
 from vllm_omni.engine.diffusion_faults import as_fatal, fault_of
+from vllm_omni.engine.liveness import PING
 from vllm_omni.engine.process_exit import leave
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault
@@ -88,6 +89,12 @@ class HealthStageDiffusionProc(StageDiffusionProc):
             self._running = None
             self._fault_socket.close()
             context.term()
+
+    async def _handle_collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, which knows no pings. Answered here, on the process's event loop."""
+        if method != PING:
+            return await super()._handle_collective_rpc(method, *args, **kwargs)
+        return {"silent_s": self._engine.silent_s()}
 
     def _engine_failed(self, fault: Fault) -> None:
         """The engine states its fault; on any thread."""

@@ -15,6 +15,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
+from vllm_omni.engine.diffusion_progress import watch_steps
 from vllm_omni.engine.diffusion_steps import type_failures
 from vllm_omni.engine.process_exit import leave
 from vllm_omni.engine.watched_process import WatchedProcessMixin
@@ -110,6 +111,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
         set_death_signal()
         wrapper = super()._create_worker(*args, **kwargs)
+        watch_steps(wrapper)
         execute = wrapper.execute_method
 
         def execute_method(method: Any, *args: Any, **kwargs: Any) -> Any:

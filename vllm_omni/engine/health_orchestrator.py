@@ -10,30 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from vllm_omni.engine.diffusion_client import diffusion_ping
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
-from vllm_omni.engine.liveness import PING, LivenessMonitor
+from vllm_omni.engine.liveness import PING, LivenessMonitor, Ping
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.engine.output_readers import OutputReadersMixin
+from vllm_omni.engine.remote_stages import RemoteWatch
 from vllm_omni.engine.request_failures import NotingQueue, failure_of_one
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
+from vllm_omni.health.loops import BEAT_S
 from vllm_omni.health.machine import ReplicaState, State
 from vllm_omni.health.runtime import HealthRuntime, require
 
 logger = logging.getLogger(__name__)
-
-_BEAT_S = 1.0
-"""How often an idle loop says that it turns; a fraction of any sensible ``loop_stall_s``."""
 
 _CLIENT_CLOSE_S = 10.0
 """Bound for one stage client's own shutdown; after it the replica's process group is killed.
@@ -65,20 +65,32 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             self._health.machine,
             self._health.settings.hang_timeout_s,
             on_hang=self._health.supervisor.report,
+            replicas=self._health.supervisor.replica,
         )
+        self._remote = RemoteWatch(
+            self.stage_pools,
+            self._health.settings.remote_timeout_s,
+            is_local=lambda *key: self._health.supervisor.replica(*key) is not None,
+            report=self._health.supervisor.report,
+        )
+        self._announced: dict[tuple[int, int], Any] = {}
         self._announce_replicas()
+        if self._health.machine.snapshot.state is State.STARTING:
+            self._health.machine.started()
 
     def _announce_replicas(self) -> None:
-        machine = self._health.machine
+        """Replicas that serve: those of the start, and any that registered since."""
         for stage_id, pool in enumerate(self.stage_pools):
             for replica_id in pool.live_replica_ids():
+                key, client = (stage_id, replica_id), pool.clients[replica_id]
+                if self._announced.get(key) is client:
+                    continue
+                self._announced[key] = client
+                self._evicted.discard(key)
                 self._health.supervisor.replica_ready(stage_id, replica_id)
-                call_utility = getattr(pool.clients[replica_id], "call_utility_async", None)
-                if call_utility is not None:
-                    ping = functools.partial(call_utility, PING)
+                ping = _ping_of(client)
+                if ping is not None:
                     self._liveness.watch(stage_id, replica_id, ping)
-        if machine.snapshot.state is State.STARTING:
-            machine.started()
 
     # ---- hooks of upstream's run() ---------------------------------------------------------
 
@@ -87,6 +99,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         loop = asyncio.get_running_loop()
         # The machine calls from any thread; this loop may be closed by then.
         unsubscribe = self._health.machine.observe(lambda _move: _call_soon(loop, self._wake.set))
+        self._health.orchestrator_beat.start(loop)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as self._tasks:
             try:
@@ -95,6 +108,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
                 # Raised in here it would come out wrapped in a group.
                 failure = exc
             finally:
+                self._health.orchestrator_beat.stop()
                 unsubscribe()
         if failure is not None:
             raise failure
@@ -202,17 +216,18 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         shutdown = asyncio.ensure_future(self._shutdown_event.wait())
         try:
             while not shutdown.done():
-                self._health.orchestrator_beat()
                 self._health.error_budget.tick()
                 self._wake.clear()
+                self._announce_replicas()
                 self._liveness.tick()
+                self._remote.look()
                 await self._align()
                 self._reconcile_readers()
                 woken = asyncio.ensure_future(self._wake.wait())
                 try:
                     await asyncio.wait(
                         {shutdown, woken},
-                        timeout=min(_BEAT_S, self._liveness.tick_s),
+                        timeout=min(BEAT_S, self._liveness.tick_s),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:
@@ -348,6 +363,12 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             supervisor.kill_replica(stage_id, replica_id)
 
 
+def _ping_of(client: Any) -> Ping | None:
+    """How the replica behind a client is asked whether it is alive."""
+    call_utility = getattr(client, "call_utility_async", None)
+    return diffusion_ping(client) if call_utility is None else partial(call_utility, PING)
+
+
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> None:
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
@@ -374,9 +395,9 @@ def _in_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
         try:
             work()
         except Exception as exc:
-            _call_soon(loop, functools.partial(finish, exc))
+            _call_soon(loop, partial(finish, exc))
         else:
-            _call_soon(loop, functools.partial(finish, None))
+            _call_soon(loop, partial(finish, None))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -15,6 +15,7 @@ from typing import NoReturn
 import zmq
 from vllm_omni.entrypoints.health_checks import BadInput
 from vllm_omni.health.faults import Fault
+from vllm_omni.health.machine import State
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime
 
@@ -115,6 +116,18 @@ def _stated_fault(runtime: HealthRuntime, status: int) -> Fault | None:
     if status == 0 or fault is None or (not started and fault.stage_id is None):
         return None
     return fault
+
+
+def end_now(runtime: HealthRuntime) -> NoReturn:
+    """End this process with all that belongs to its end, and wait for no thread of it.
+
+    On any thread. The status is the fault's, or 0 where there is none.
+    """
+    fault = runtime.machine.reason
+    dead = runtime.machine.snapshot.state is State.DEAD
+    status = fault.kind.exit_status if dead and fault is not None else 0
+    leave(runtime, status)
+    end_process(status)
 
 
 def end_process(status: int) -> NoReturn:

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ import uvloop
 from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
 from vllm_omni.entrypoints.health_exit import (
     complain,
+    end_now,
     leave,
     make_socket_folder,
     remove_socket_folder,
@@ -55,6 +57,7 @@ def serve(args: Any) -> NoReturn:
     logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
     runtime = HealthRuntime(settings)
     set_current(runtime)
+    runtime.end_by_force = partial(end_now, runtime)
     runtime.start()
     status = START_FAILED
     try:

@@ -12,11 +12,11 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
-from vllm_omni.entrypoints.health_exit import end_process, remove_socket_folder
+from vllm_omni.entrypoints.health_exit import end_now, end_process, remove_socket_folder
 from vllm_omni.entrypoints.request_guard import RequestGuard
 from vllm_omni.health import seams
 from vllm_omni.health.machine import State
@@ -145,8 +145,10 @@ async def _stop_engine(engine_client: Any, runtime: HealthRuntime) -> None:
 
     # A daemon thread: one that hangs must not be joined by the interpreter's exit.
     threading.Thread(target=shut_down, name="health-stop-engine", daemon=True).start()
+    if runtime.thread_stuck():
+        logger.error("[health] not waiting for a thread that is stuck to close the engine")
     # What follows needs a part of the allowance as well.
-    if not await _bounded(done.wait(), max(0.0, runtime.shutdown_left() - _CONNECTIONS_S)):
+    elif not await _bounded(done.wait(), max(0.0, runtime.shutdown_left() - _CONNECTIONS_S)):
         logger.error(
             "[health] the engine did not close in time (shutdown_timeout_s=%g)",
             runtime.settings.shutdown_timeout_s,
@@ -166,7 +168,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     guard.book.keep(app.state.engine_client)
     kwargs.setdefault("timeout_graceful_shutdown", _CONNECTIONS_S)
     upstream_serve_http = seams.original("vllm_omni.entrypoints.openai.api_server:serve_http")
-    async with asyncio.TaskGroup() as group:
+    async with _beating(app, runtime), asyncio.TaskGroup() as group:
         serving = group.create_task(
             _serve(partial(upstream_serve_http, guard, sock, **kwargs)), name="health-serve-http"
         )
@@ -182,7 +184,25 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
                 await _stop_engine(app.state.engine_client, runtime)
                 app.state.server.should_exit = True
                 await serving
+    if runtime.thread_stuck():
+        # What upstream does from here on waits for that thread, as does the interpreter's end.
+        end_now(runtime)
     return _nothing()
+
+
+@contextlib.asynccontextmanager
+async def _beating(app: Any, runtime: HealthRuntime) -> AsyncIterator[None]:
+    """This loop says that it turns, and that the server listens, of which uvicorn tells no one."""
+
+    def look() -> None:
+        if getattr(getattr(app.state, "server", None), "started", False):
+            runtime.listening()
+
+    runtime.api_beat.start(asyncio.get_running_loop(), look)
+    try:
+        yield
+    finally:
+        runtime.api_beat.stop()
 
 
 async def _serve(start: Any) -> None:

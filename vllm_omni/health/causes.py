@@ -24,6 +24,11 @@ def memory_cause(device: str) -> Cause:
     return ("memory", device)
 
 
+def loop_cause(loop: str) -> Cause:
+    """The cause that is an event loop that does not turn."""
+    return ("loop", loop)
+
+
 @dataclass(frozen=True)
 class _Settling:
     """The most telling fault of a window of time that opened with the first one."""
@@ -70,6 +75,11 @@ class Causes:
     def memory_pressure(self) -> bool:
         """Whether any device is short of memory."""
         return any(cause[0] == "memory" for cause in self._causes)
+
+    @property
+    def stalled_loop(self) -> bool:
+        """Whether any of the server's loops does not turn."""
+        return any(cause[0] == "loop" for cause in self._causes)
 
     def of_stage(self, stage_id: int) -> Fault | None:
         """Why the latest replica of this stage to be lost or suspect is so."""

@@ -83,7 +83,7 @@ _KIND_FACTS = {
     ),
     FaultKind.ENGINE: _KindFacts(80, "The model engine met an error that it cannot recover from."),
     FaultKind.ORCHESTRATOR: _KindFacts(
-        87, "The server's coordination of requests ended unexpectedly."
+        87, "The server's coordination of requests does not work any more."
     ),
 }
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(FaultKind)}
@@ -125,8 +125,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     :meth:`public` leaves them out.
 
     ``exception`` and ``bases`` are full dotted names (the class first, its
-    bases along the MRO after it). ``exit_code`` and ``signal`` are those of a
-    dead process. ``time`` is wall time in seconds since the epoch.
+    bases along the MRO after it). ``exit_code``, ``signal`` and ``core_dumped`` are
+    those of a dead process. ``time`` is wall time in seconds since the epoch.
     """
 
     kind: FaultKind
@@ -145,6 +145,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     exit_code: int | None = None
     signal: str | None = None
+    core_dumped: bool | None = None
     request_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -217,6 +218,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 ("request", self.request_id),
                 ("exit code", self.exit_code),
                 ("signal", self.signal),
+                ("core", "dumped" if self.core_dumped else None),
             )
             if value is not None
         ]

@@ -31,10 +31,14 @@ class WorkerRef(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line on the pipe: the workers of this process, or the fault that ends it."""
+    """One line on the pipe: the workers of this process, the fault that ends it, or progress.
+
+    ``progress``: a step of a long call is done, and the process alive.
+    """
 
     workers: tuple[WorkerRef, ...] | None = None
     fault: Fault | None = None
+    progress: bool = False
 
 
 class LastWordsWriter:
@@ -56,6 +60,10 @@ class LastWordsWriter:
     def fault(self, fault: Fault) -> None:
         """Say why this process is about to end."""
         self._write(Words(fault=fault))
+
+    def progress(self) -> None:
+        """Say that the work gets on. Not more than about once a second: it wakes the reader."""
+        self._write(Words(progress=True))
 
     def _write(self, words: Words) -> None:
         line = msgspec.json.encode(words) + b"\n"

@@ -5,7 +5,7 @@ DEGRADED → HEALTHY, DEGRADED → DEAD. DEAD is terminal. A fault that leaves n
 way to serve passes through DEGRADED, so that both moves are in the history.
 
 The state is never set, it follows from the facts that hold: which replicas are
-live, which devices are short of memory, whether the orchestrator runs.
+live, which devices are short of memory, whether the orchestrator runs and its loop turns.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vllm_omni.health.causes import (
     START,
     Cause,
     Causes,
+    loop_cause,
     memory_cause,
     replica_cause,
 )
@@ -271,8 +272,24 @@ class HealthMachine:
             what = "error budget spent" if fault else "error budget restored"
             self._update(what, fault, event=changed)
 
+    def loop_stalled(self, loop: str, fault: Fault) -> None:
+        """An event loop of the server does not turn, and requests with it; repeating is idle."""
+        with self._fact():
+            cause = loop_cause(loop)
+            changed = cause not in self._causes
+            if changed:
+                self._wrong(cause, fault)
+            self._update("loop stalled", fault, changed)
+
+    def loop_turns(self, loop: str) -> None:
+        """A loop that had stalled turns again."""
+        with self._fact():
+            changed = loop_cause(loop) in self._causes
+            self._gone(loop_cause(loop))
+            self._update("loop turns again", event=changed)
+
     def orchestrator_ended(self, fault: Fault) -> None:
-        """The orchestrator's loop ended without having been told to: DEAD."""
+        """The orchestrator's loop ended, or will never turn again, without being told to: DEAD."""
         with self._fact():
             self._wrong(ORCHESTRATOR, fault)
             self._update("orchestrator ended", fault)
@@ -361,6 +378,7 @@ class HealthMachine:
             accepting=serving
             and not self._draining
             and not self._causes.memory_pressure
+            and not self._causes.stalled_loop
             and all(self._can_serve(stage_id) for stage_id in self._stages),
             draining=self._draining,
             since=before.since if state is before.state else self._wall,

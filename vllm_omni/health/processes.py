@@ -7,6 +7,7 @@ any thread, and imports neither vLLM nor asyncio.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import select
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 
 _STAT_PPID = 3
 _STAT_PGRP = 4
+_STAT_UTIME = 13
+_STAT_STIME = 14
 _STAT_STARTTIME = 21
 _STAT_EXIT_CODE = 51
 """Zero-based fields of ``/proc/PID/stat`` (proc(5) counts from one)."""
@@ -61,10 +64,14 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended: an exit code, or the number of the signal that killed it."""
+    """How a process ended: an exit code, or the number of the signal that killed it.
+
+    ``core_dumped``: whether the signal left a core dump; None where nobody can tell.
+    """
 
     code: int | None = None
     signal_number: int | None = None
+    core_dumped: bool | None = None
 
     @classmethod
     def from_exit_code(cls, code: int | None) -> ExitStatus:
@@ -82,7 +89,7 @@ class ExitStatus:
     def from_wait_status(cls, status: int) -> ExitStatus:
         """From the status word of wait(2), which ``/proc/PID/stat`` shows as well."""
         if os.WIFSIGNALED(status):
-            return cls(signal_number=os.WTERMSIG(status))
+            return cls(signal_number=os.WTERMSIG(status), core_dumped=os.WCOREDUMP(status))
         return cls(code=os.WEXITSTATUS(status))
 
     @property
@@ -98,10 +105,36 @@ class ExitStatus:
     def describe(self) -> str:
         """What to write in a log: ``was killed by SIGKILL``, ``exited with status 3``."""
         if self.signal_number is not None:
-            return f"was killed by {self.signal_name}"
+            dumped = " (core dumped)" if self.core_dumped else ""
+            return f"was killed by {self.signal_name}{dumped}"
         if self.code is not None:
             return f"exited with status {self.code}"
         return "is gone"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the kernel says a process is doing: its state's letter (proc(5)) and its CPU time."""
+
+    state: str
+    cpu_ticks: int
+
+    @classmethod
+    def of(cls, identity: ProcessIdentity) -> Activity | None:
+        """The process's activity now; None when it does not exist any more."""
+        fields = _stat_fields(identity.pid)
+        if fields is None or int(fields[_STAT_STARTTIME]) != identity.start_ticks:
+            return None
+        return cls(fields[2], int(fields[_STAT_UTIME]) + int(fields[_STAT_STIME]))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it. Not so while a debugger looks at it (state ``t``)."""
+        return self.state == "T"
+
+
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+"""Unit of CPU times and start times in ``/proc``."""
 
 
 def parent_pid(pid: int) -> int | None:
@@ -191,7 +224,7 @@ def peek_exit_status(pid: int) -> ExitStatus:
     if info is not None:
         if info.si_code == os.CLD_EXITED:
             return ExitStatus(code=info.si_status)
-        return ExitStatus(signal_number=info.si_status)
+        return ExitStatus(signal_number=info.si_status, core_dumped=info.si_code == os.CLD_DUMPED)
     fields = _stat_fields(pid)
     if fields is None or fields[2] != "Z" or len(fields) <= _STAT_EXIT_CODE:
         return ExitStatus()
@@ -272,3 +305,36 @@ def reap(pid: int) -> None:
     except ChildProcessError:
         # Not our child, or reaped already.
         pass
+
+
+def adopts_orphans() -> bool:
+    """Whether orphaned descendants become this process's children: pid 1, or a subreaper."""
+    subreaper = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(subreaper), 0, 0, 0)
+    return os.getpid() == 1 or bool(subreaper.value)
+
+
+def reap_adopted(groups: set[int]) -> list[int]:
+    """Take the exit status of children in these process groups that their leaders started.
+
+    The leaders themselves are children that somebody else waits for, as is every child outside
+    of these groups. Returns the pids.
+    """
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        fields = _stat_fields(int(entry.name))
+        if (
+            fields is not None
+            and fields[2] == "Z"
+            and int(fields[_STAT_PPID]) == os.getpid()
+            and int(fields[_STAT_PGRP]) in groups - {int(entry.name)}
+        ):
+            reap(int(entry.name))
+            found.append(int(entry.name))
+    return found
+
+
+_PR_GET_CHILD_SUBREAPER = 37
+"""From linux/prctl.h."""

@@ -40,6 +40,7 @@ def reason_line(fault: Fault | None, exit_status: int) -> str:
         "exception": fault.exception,
         "exit_code": fault.exit_code,
         "signal": fault.signal,
+        "core_dumped": fault.core_dumped,
     }
     return json.dumps(reason)
 

@@ -6,15 +6,24 @@ The pieces that we put in their place find the machine, the supervisor and the s
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.health.error_budget import ErrorBudget
-from vllm_omni.health.faults import Fault
+from vllm_omni.health.faults import Fault, FaultKind
+from vllm_omni.health.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.machine import HealthMachine, State
 from vllm_omni.health.request_faults import RequestFaults
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
+from vllm_omni.health.systemd import ServiceManager
+
+_OVERTIME_S = 1.0
+"""How far the end of the process may be behind ``shutdown_timeout_s`` before it is forced. The
+orderly end takes its bounds from the same deadline, and is to win."""
 
 
 class HealthRuntime:
@@ -30,27 +39,71 @@ class HealthRuntime:
         )
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
-        self._beat: float | None = None
+        self.orchestrator_beat = LoopBeat("orchestrator")
+        self.api_beat = LoopBeat("API server")
+        self.end_by_force: Callable[[], object] = lambda: None
+        """Ends the process without any loop's help; called on a thread of its own, once. Set by
+        who knows how to."""
+        self.service_manager = ServiceManager.of_this_process()
         self._deadline: float | None = None
+        self._forced = False
 
     def start(self) -> None:
         """Start the supervisor thread."""
         self.supervisor.start()
+        self._watch_loop(self.orchestrator_beat, self._orchestrator_given_up)
+        self._watch_loop(self.api_beat, self._force)
+        self.supervisor.every(BEAT_S, self._check_deadline)
+        if self.service_manager is not None:
+            self.service_manager.follow(self.machine, self.supervisor.every, self._well)
+
+    def _watch_loop(self, beat: LoopBeat, on_end: Callable[[], object]) -> None:
+        watch = LoopWatch(
+            beat,
+            self.machine,
+            stall_s=self.settings.loop_stall_s,
+            end_s=self.settings.hang_timeout_s,
+            on_end=on_end,
+        )
+        self.supervisor.every(watch.period_s, watch.check)
+
+    def _orchestrator_given_up(self) -> None:
+        # It cannot close the stages any more, and nobody is to wait for their ends here.
+        self.supervisor.kill_all(wait_s=0)
+
+    def _force(self) -> None:
+        if not self._forced:
+            self._forced = True
+            threading.Thread(target=self.end_by_force, name="health-force-end", daemon=True).start()
+
+    def _check_deadline(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline + _OVERTIME_S:
+            self._force()
 
     def stop(self) -> None:
         """End the supervisor thread; idempotent."""
         self.supervisor.stop()
 
-    # The orchestrator's loop says that it turns; anyone may ask when it last did.
+    def listening(self) -> None:
+        """The server answers requests; may be said again and again."""
+        if self.service_manager is not None and self.machine.snapshot.started:
+            self.service_manager.ready()
 
-    def orchestrator_beat(self) -> None:
-        """Called on the orchestrator's loop about once a second."""
-        self._beat = time.monotonic()
+    def _well(self) -> bool:
+        stalled = self.api_beat.age() > self.settings.loop_stall_s
+        return not stalled and not self.restart_needed()
 
     def orchestrator_stalled(self) -> bool:
         """Whether the orchestrator's loop has not turned for ``loop_stall_s``."""
-        beat = self._beat
-        return beat is not None and time.monotonic() - beat > self.settings.loop_stall_s
+        return self.orchestrator_beat.age() > self.settings.loop_stall_s
+
+    def thread_stuck(self) -> bool:
+        """Whether a thread of this process will never end, so that nobody is to wait for it."""
+        reason = self.machine.reason
+        if reason is not None and reason.kind is FaultKind.HANG:
+            # An inline stage's, unlike those that run in processes that can be killed.
+            return reason.pid == os.getpid()
+        return self.orchestrator_stalled()
 
     # From the moment the server is to end, everything shares one allowance of time.
 

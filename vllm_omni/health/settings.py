@@ -104,15 +104,25 @@ class HealthSettings(BaseSettings):
     )
     hang_timeout_s: Seconds = _field(
         300.0,
-        "How long a stage may make no progress before it counts as hung and is killed; 0 "
-        "switches this off. Longer than the longest single step, such as a long prefill",
+        "How long a stage, or one of the server's own loops, may make no progress before it "
+        "counts as hung and is ended; 0 switches this off. Longer than the longest single step, "
+        "such as a long prefill",
         unit="seconds",
         ge=0,
         le=86400,
     )
+    remote_timeout_s: Seconds = _field(
+        30.0,
+        "How long a stage on another host may send no heartbeat before it counts as lost; they "
+        "come every five seconds, and are passed on every five",
+        unit="seconds",
+        ge=12,
+        le=3600,
+    )
     loop_stall_s: Seconds = _field(
         10.0,
-        "How long the orchestrator's loop may stand still before /livez asks for a restart",
+        "How long the orchestrator's loop may stand still before requests are refused and "
+        "/livez asks for a restart",
         unit="seconds",
         ge=1,
         le=3600,

@@ -1,8 +1,8 @@
 """The supervisor: a thread that sees what no message can tell.
 
-It waits on pidfds and last-words pipes of the stage processes and on nothing else, so neither
-a stuck orchestrator nor a busy event loop keeps it from moving the health state. It also owns
-the list of what is ours to end: one process group per replica.
+It waits on pidfds and last-words pipes, and looks at the server's event loops from time to time,
+so no stuck loop keeps it from moving the health state. It also owns the list of what is ours to
+end: one process group per replica.
 """
 
 from __future__ import annotations
@@ -14,38 +14,42 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from vllm_omni.health.cgroups import OomKills
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.last_words import LastWordsReader, Words
 from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.processes import (
     ExitStatus,
     ProcessIdentity,
-    await_ends,
+    adopts_orphans,
     exit_under_way,
-    open_pidfd,
     open_thread_pidfds,
-    parent_pid,
     peek_exit_status,
-    reap,
+    reap_adopted,
 )
 from vllm_omni.health.shared_memory import remove_names
+from vllm_omni.health.timers import Timers
 from vllm_omni.health.watched import (
     Replica,
     ReplicaKey,
     WatchedProcess,
     WatchedThread,
     WatchedWords,
+    end_all,
     lost_fault,
+    open_watch,
 )
 
 logger = logging.getLogger(__name__)
 
 _MESSAGE_GRACE_S = 0.05
-"""How long an engine core that exited by itself may still have a message under way.
+"""How long an engine core that exited by itself may still have a message under way: it was handed
+to the socket before the exit, so only our own reading is awaited."""
 
-Its last message was handed to the socket before it exited, so only our own reading is awaited.
-"""
+_ADOPTED_S = (0.5, 5.0)
+"""How long after a process's end its children are looked for, which end by their parent's."""
 
 
 class Supervisor:
@@ -65,7 +69,10 @@ class Supervisor:
         self._replicas: dict[ReplicaKey, Replica] = {}
         self._closing_all = False
         self._stopped = False
-        self._judgements: list[tuple[float, WatchedProcess, ExitStatus]] = []
+        self._timers = Timers()
+        self._adopts = adopts_orphans()
+        # Touched on the thread only, as is what it holds.
+        self._oom_kills: dict[Path, OomKills] = {}
         self._thread = threading.Thread(target=self._run, name="health-supervisor", daemon=True)
 
     # ---- lifecycle -------------------------------------------------------------------------
@@ -79,6 +86,10 @@ class Supervisor:
         self._do(self._request_stop)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+
+    def every(self, period_s: float, call: Callable[[], object]) -> None:
+        """Call ``call`` on the thread every ``period_s`` seconds; it must be quick."""
+        self._do(lambda: self._timers.every(period_s, call))
 
     # ---- what is watched -------------------------------------------------------------------
 
@@ -138,10 +149,9 @@ class Supervisor:
         words: LastWordsReader | None,
     ) -> WatchedProcess | None:
         """The process to watch; None, and its loss reported, when it has ended already."""
-        identity = ProcessIdentity.of(pid)
-        pidfd = None if identity is None else open_pidfd(identity)
-        if identity is not None and pidfd is not None:
-            return WatchedProcess(identity, pidfd, role, key, rank, exit_status)
+        watched = open_watch(key, pid, role, rank, exit_status)
+        if watched is not None:
+            return watched
         status = exit_status() if exit_status is not None else ExitStatus()
         self.report(lost_fault(key, pid, role, rank, status))
         if words is not None:
@@ -218,8 +228,7 @@ class Supervisor:
 
     def kill_replica(self, stage_id: int, replica_id: int) -> None:
         """SIGKILL all processes of one replica; a no-op when nothing of it is left."""
-        with self._lock:
-            replica = self._replicas.get((stage_id, replica_id))
+        replica = self.replica(stage_id, replica_id)
         if replica is not None:
             replica.kill()
 
@@ -230,24 +239,20 @@ class Supervisor:
         process is ending anyway.
         """
         self.all_closing()
-        killed = self.leftovers()
-        with self._lock:
-            replicas = list(self._replicas.values())
-        for pid in killed:
-            remove_names(pid)
-        for replica in replicas:
-            replica.kill()
-        await_ends(killed, wait_s)
-        for replica in replicas:
-            for pid in replica.roots():
-                reap(pid)
-        return killed
+        return end_all(self._all(), wait_s)
 
     def leftovers(self) -> list[int]:
         """Pids of stage processes that are still alive."""
+        return [pid for replica in self._all() for pid in replica.alive()]
+
+    def _all(self) -> list[Replica]:
         with self._lock:
-            replicas = list(self._replicas.values())
-        return [pid for replica in replicas for pid in replica.alive()]
+            return list(self._replicas.values())
+
+    def replica(self, stage_id: int, replica_id: int) -> Replica | None:
+        """What is known of one replica, to be read only; None when it was never started here."""
+        with self._lock:
+            return self._replicas.get((stage_id, replica_id))
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -272,10 +277,7 @@ class Supervisor:
             self._close()
 
     def _turn(self) -> None:
-        timeout = None
-        if self._judgements:
-            timeout = max(0.0, min(due for due, _, _ in self._judgements) - time.monotonic())
-        ready = self._selector.select(timeout)
+        ready = self._selector.select(self._timers.next_in())
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -292,11 +294,7 @@ class Supervisor:
         for event, _ in ready:
             if isinstance(event.data, WatchedProcess):
                 self._process_ended(event.data)
-        now = time.monotonic()
-        due = [entry for entry in self._judgements if entry[0] <= now]
-        self._judgements = [entry for entry in self._judgements if entry[0] > now]
-        for _, watched, status in due:
-            self._judge(watched, status)
+        self._timers.run()
 
     def _register(self, watched: WatchedProcess, words: LastWordsReader | None) -> None:
         self._watch(watched)
@@ -317,19 +315,20 @@ class Supervisor:
             pipe.reader.close()
 
     def _heard(self, key: ReplicaKey, replica: Replica, words: Words) -> None:
+        if words.progress:
+            replica.progressed_at = time.monotonic()
         if words.fault is not None:
             self.report(words.fault.with_context(stage_id=key[0], replica_id=key[1]))
         for worker in words.workers or ():
-            identity = ProcessIdentity.of(worker.pid)
-            pidfd = None if identity is None else open_pidfd(identity)
-            if identity is None or pidfd is None or parent_pid(worker.pid) != replica.core.pid:
-                # Ended before we looked: the engine core, its parent, tells why.
-                if pidfd is not None:
-                    os.close(pidfd)
-                continue
-            self._watch(WatchedProcess(identity, pidfd, "worker", key, rank=worker.rank))
+            # One that has ended before we look: the engine core, its parent, tells why.
+            watched = open_watch(key, worker.pid, "worker", worker.rank, parent=replica.core.pid)
+            if watched is not None:
+                self._watch(watched)
 
     def _watch(self, watched: WatchedProcess) -> None:
+        counter = watched.oom_kills
+        if counter is not None:
+            watched.oom_kills = self._oom_kills.setdefault(counter.file, counter)
         self._replicas[watched.key].processes.append(watched)
         self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
@@ -357,7 +356,14 @@ class Supervisor:
         if status == ExitStatus() and watched.exit_status is not None:
             status = watched.exit_status()
         self._unwatch(watched)
+        if self._adopts:
+            # What it leaves behind is a child of ours by now, or soon will be.
+            for seconds in _ADOPTED_S:
+                self._timers.after(seconds, self._reap_adopted)
         self._ending(watched, status)
+
+    def _reap_adopted(self) -> None:
+        reap_adopted({one.core.pid for one in self._all() if not one.inline})
 
     def _ending(self, watched: WatchedProcess, status: ExitStatus) -> None:
         if watched.judged:
@@ -367,19 +373,24 @@ class Supervisor:
             self._read_words(pipe)
         if watched.role == "engine core" and status.signal_number is None:
             # It ended by itself, so it may have said why, on a queue that is still being read.
-            self._judgements.append((time.monotonic() + _MESSAGE_GRACE_S, watched, status))
+            self._timers.after(_MESSAGE_GRACE_S, lambda: self._judge(watched, status))
             return
         self._judge(watched, status)
 
     def _judge(self, watched: WatchedProcess, status: ExitStatus) -> None:
         with self._lock:
             replica = self._replicas.get(watched.key)
-            expected = self._closing_all or replica is None or replica.closing or replica.lost
-        if expected:
+            wanted = self._closing_all or replica is None or replica.closing
+            lost = replica is not None and replica.lost
+        host_oom = not wanted and watched.killed_for_memory(status)
+        # A lost replica's processes end one after another. One that the kernel killed for its
+        # memory tells more than whoever missed it first.
+        if wanted or (lost and not host_oom):
             logger.debug("[health] %s %s", watched.role, status.describe())
             return
+        pid = watched.identity.pid
         self.report(
-            lost_fault(watched.key, watched.identity.pid, watched.role, watched.rank, status)
+            lost_fault(watched.key, pid, watched.role, watched.rank, status, host_oom=host_oom)
         )
 
     def _close(self) -> None:
