@@ -45,6 +45,13 @@ def test_the_defaults() -> None:
         "hang_timeout_s": 300.0,
         "loop_stall_s": 10.0,
         "settle_s": 0.1,
+        "min_free_memory": "0",
+        "memory_interval_s": 1.0,
+        "memory_recover_s": 5.0,
+        "memory_discrepancy_pct": 5.0,
+        "memory_window_s": 30.0,
+        "preflight": "warn",
+        "simulated_device": None,
     }
 
 
@@ -286,7 +293,8 @@ def test_every_setting_is_described() -> None:
         assert row.variable == PREFIX + row.name.upper()
         assert row.description
         assert row.allowed
-        assert row.unit == ("seconds" if row.name.endswith("_s") else "")
+        units = {"s": "seconds", "pct": "percent"}
+        assert row.unit == units.get(row.name.rpartition("_")[2], "")
     assert rows["exit_grace_s"].default == "5"
     assert rows["degraded_is_unhealthy"].default == "false"
     assert rows["termination_log"].default == ""

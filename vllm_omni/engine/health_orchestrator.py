@@ -65,6 +65,7 @@ class HealthOrchestratorMixin:
             self._health.machine,
             self._health.settings.hang_timeout_s,
             on_hang=self._health.supervisor.report,
+            on_answer=self._health.memory.receive,
         )
         self._announce_replicas()
 

@@ -44,6 +44,7 @@ class LivenessMonitor:
 
     ``timeout_s``: seconds without an answer; 0 switches the monitor off. ``on_hang`` is called
     once for a replica that hangs, with the fault; the replica is then no longer watched.
+    ``on_answer`` is called with each answer.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class LivenessMonitor:
         timeout_s: float,
         on_hang: Callable[[Fault], None],
         clock: Callable[[], float] = time.monotonic,
+        on_answer: Callable[[ReplicaKey, object], None] = lambda _key, _answer: None,
     ) -> None:
         self._machine = machine
         self._timeout_s = timeout_s
         self._on_hang = on_hang
         self._clock = clock
+        self._on_answer = on_answer
         self._period_s = min(_IDLE_PERIOD_S, timeout_s / 4)
         self._replicas: dict[ReplicaKey, _Watched] = {}
 
@@ -109,7 +112,7 @@ class LivenessMonitor:
 
     async def _await_answer(self, key: ReplicaKey, watched: _Watched) -> None:
         try:
-            await watched.ping()
+            answer = await watched.ping()
         except Exception:
             # A client that cannot ask any more: its replica's end is seen elsewhere.
             return
@@ -118,6 +121,7 @@ class LivenessMonitor:
         if watched.suspect_since is not None:
             watched.suspect_since = None
             self._machine.replica_recovered(*key)
+        self._on_answer(key, answer)
 
     def _hangs(self, key: ReplicaKey, silent_s: float) -> None:
         self.forget(*key)

@@ -14,6 +14,7 @@ import traceback
 from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
+from vllm_omni.engine import stage_memory
 from vllm_omni.engine.fault_channel import fault_outputs
 from vllm_omni.engine.process_exit import destroy_process_groups, leave
 from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
@@ -65,9 +66,12 @@ class HealthStageEngineCoreProc(StageEngineCoreProc):
         if workers and _words is not None:
             _words.workers(WorkerRef(rank=rank, pid=process.pid) for rank, process in workers)
 
-    def health_ping(self) -> bool:
-        """A utility method: the busy loop answers it between steps, so it turns."""
-        return True
+    def health_ping(self) -> dict[str, Any]:
+        """A utility method: the busy loop answers it between steps, so it turns.
+
+        The answer says what memory this stage holds, as far as it knows.
+        """
+        return stage_memory.figures(self)
 
     def _send_engine_dead(self) -> None:
         """Called by upstream while it handles the exception that ended the busy loop."""

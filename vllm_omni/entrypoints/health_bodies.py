@@ -18,8 +18,10 @@ SHUTTING_DOWN = "The server is shutting down. Please retry the request elsewhere
 NOT_ACCEPTING = "The server is not accepting requests at the moment. Please retry later."
 
 
-def health_body(snapshot: Snapshot, *, healthy: bool) -> dict[str, Any]:
-    """The body of ``/health`` and ``/readyz``."""
+def health_body(
+    snapshot: Snapshot, *, healthy: bool, memory: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The body of ``/health`` and ``/readyz``. ``memory``: the figures of the latest sample."""
     return {
         "status": "healthy" if healthy else "unhealthy",
         "state": snapshot.state.value,
@@ -41,6 +43,7 @@ def health_body(snapshot: Snapshot, *, healthy: bool) -> dict[str, Any]:
             for stage in snapshot.stages
         ],
         "fault": None if snapshot.fault is None else snapshot.fault.public(),
+        "memory": memory,
         "health_layer": __version__,
     }
 
@@ -57,6 +60,7 @@ def history_body(history: tuple[Any, ...]) -> dict[str, Any]:
                 "monotonic": round(move.monotonic, 6),
                 "cause": move.cause,
                 "fault": move.fault,
+                **({} if move.detail is None else {"detail": move.detail}),
             }
             for move in history
         ]
@@ -111,7 +115,7 @@ def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[s
     if snapshot.draining and snapshot.state is not State.DEAD:
         message = SHUTTING_DOWN
     elif snapshot.fault is not None:
-        message = snapshot.fault.kind.sentence
+        message = snapshot.fault.sentence
     else:
         message = NOT_ACCEPTING
     return error_body(

@@ -86,6 +86,12 @@ _KIND_FACTS = {
         87, "The server's coordination of requests ended unexpectedly."
     ),
 }
+_SHORT_OF_MEMORY = {
+    FaultKind.OOM: "The server is short of accelerator memory. Please retry later.",
+    FaultKind.HOST_OOM: "The server is short of host memory. Please retry later.",
+}
+"""Nothing has failed, and nothing has to: requests are refused so that it does not come to that."""
+
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(FaultKind)}
 
 
@@ -156,6 +162,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the replica that reported this can no longer be trusted."""
         return self.severity is Severity.FATAL
 
+    @property
+    def sentence(self) -> str:
+        """The one sentence that a client may read of it."""
+        if not self.fatal and self.kind in _SHORT_OF_MEMORY:
+            return _SHORT_OF_MEMORY[self.kind]
+        return self.kind.sentence
+
     def with_context(self, **fields: Any) -> Fault:
         """A copy in which those of ``fields`` that are still None are filled in.
 
@@ -181,7 +194,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             "kind": self.kind.value,
             "stage_id": self.stage_id,
             "replica_id": self.replica_id,
-            "message": self.kind.sentence,
+            "message": self.sentence,
             "time": iso_time(self.time),
         }
 

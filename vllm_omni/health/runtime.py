@@ -7,10 +7,13 @@ The pieces that we put in their place find the machine, the supervisor and the s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.memory import metrics
+from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
 
@@ -22,17 +25,23 @@ class HealthRuntime:
         self.settings = settings
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
+        self.memory = MemoryWatch(settings, self.machine)
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
+        self._unregister: Callable[[], None] = lambda: None
         self._beat: float | None = None
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Start the supervisor thread."""
+        """Start the supervisor's thread and the memory watch's."""
         self.supervisor.start()
+        self.memory.start()
+        self._unregister = metrics.register(lambda: self.memory.view)
 
     def stop(self) -> None:
-        """End the supervisor thread; idempotent."""
+        """End both threads; idempotent."""
+        self.memory.stop()
+        self._unregister()
         self.supervisor.stop()
 
     # The orchestrator's loop says that it turns; anyone may ask when it last did.

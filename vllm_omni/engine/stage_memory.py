@@ -1,0 +1,121 @@
+"""What a stage itself knows of its memory; asked for in the stage's process, with every ping.
+
+Nothing here raises: figures that cannot be had are left out, and the ping is answered all the
+same. The answer holds plain numbers and names, as ``vllm_omni.health.memory.reports`` reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_SMALL_PAGES = 256
+"""Tensors up to this many pages are taken to be in memory as a whole."""
+
+_LOOKED_AT = 256
+"""How many pages of a larger tensor are looked at, at about a microsecond each."""
+
+
+def figures(engine_core: Any) -> dict[str, Any]:
+    """The answer to a ping of this engine core. On its busy loop, between steps.
+
+    The workers are asked without a bound, as vLLM asks them for everything: an answer that came
+    after its bound would be taken for that to the next question. One that never comes is a hang,
+    and is found as such.
+    """
+    answer: dict[str, Any] = {}
+    try:
+        ranks = engine_core.model_executor.collective_rpc(of_worker)
+        answer["ranks"] = [rank for rank in ranks if rank is not None]
+        answer |= _kv_cache(engine_core.scheduler)
+    except Exception:
+        logger.debug("[health] no memory figures", exc_info=True)
+    return answer
+
+
+def of_worker(worker: Any) -> dict[str, Any] | None:
+    """One rank's figures. Called in the process that the worker runs in."""
+    try:
+        worker = getattr(worker, "worker", worker)
+        device = torch.device(worker.device)
+        return {"pid": os.getpid(), **of_device(device, worker)}
+    except Exception:
+        logger.debug("[health] no memory figures", exc_info=True)
+        return None
+
+
+def of_device(device: torch.device, worker: Any = None) -> dict[str, Any]:
+    """What torch's allocator holds on ``device`` in this process, and who the device is.
+
+    On CPU torch keeps no books: the weights and the KV cache of ``worker`` are counted, and
+    what is reserved is what of them is in memory, since the kernel gives pages when first used.
+    """
+    if device.type == "cpu":
+        storages = _storages(worker)
+        return {
+            "device": "cpu",
+            "allocated": sum(storages.values()),
+            "reserved": sum(resident(*storage) for storage in storages.items()),
+        }
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    found: dict[str, Any] = {
+        "device": f"{device.type}:{index}",
+        "allocated": int(torch.accelerator.memory_allocated(index)),
+        "reserved": int(torch.accelerator.memory_reserved(index)),
+    }
+    if device.type == "cuda":
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        found["uuid"] = None if uuid is None else f"GPU-{uuid}"
+    get_info = getattr(torch.accelerator, "get_memory_info", None)
+    if get_info is not None:
+        free, total = get_info(index)
+        found |= {"free": int(free), "total": int(total)}
+    return found
+
+
+def _storages(worker: Any) -> dict[int, int]:
+    """Addresses and sizes of a worker's weights and KV cache; one that is shared counts once."""
+    runner = worker.model_runner
+    model = runner.model
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers(), *getattr(runner, "kv_caches", ())]:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+def resident(address: int, size: int) -> int:
+    """About how many of these bytes of this process are in memory: mincore(2) on some pages."""
+    first = address - address % _PAGE
+    pages = -(-(address + size - first) // _PAGE)
+    if pages <= _SMALL_PAGES:
+        return size
+    step = max(1, pages // _LOOKED_AT)
+    looked_at = range(0, pages, step)
+    state = ctypes.create_string_buffer(1)
+    present = 0
+    for page in looked_at:
+        where = ctypes.c_void_p(first + page * _PAGE)
+        if _libc.mincore(where, ctypes.c_size_t(_PAGE), state) != 0:
+            return size
+        present += state.raw[0] & 1
+    return size * present // len(looked_at)
+
+
+def _kv_cache(scheduler: Any) -> dict[str, Any]:
+    """The KV cache of one rank, and how much of it is in use."""
+    config = getattr(scheduler, "kv_cache_config", None)
+    tensors = getattr(config, "kv_cache_tensors", None) or ()
+    total = sum(int(tensor.size) for tensor in tensors)
+    usage = float(scheduler.kv_cache_manager.usage)
+    return {"kv_total": total, "kv_used": int(total * usage)}
