@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
 from vllm_omni.health.settings import (
     PREFIX,
     HealthSettings,
@@ -123,6 +124,10 @@ def test_a_relative_termination_log_is_made_absolute(
             "shutdown_timeout_s": st.floats(1, 86400),
             "loop_stall_s": st.floats(1, 3600),
             "settle_s": st.floats(0, 5),
+            "min_free_memory": st.sampled_from(["0", "2GiB", "5%", "gpu=2GiB,host=1%"]),
+            "memory_interval_s": st.floats(0.1, 3600),
+            "memory_discrepancy_pct": st.floats(0, 1000),
+            "preflight": st.sampled_from(["fail", "warn", "off"]),
         },
     )
 )
@@ -182,6 +187,10 @@ def test_variables_of_others_are_none_of_our_business() -> None:
         ("termination_log", 3, "the path of a file"),
         ("termination_log", "/no/such/folder/log", "a file in a folder that exists"),
         ("termination_log", "/", "a file in a folder that exists"),
+        ("min_free_memory", "much", FLOOR_ALLOWED),
+        ("min_free_memory", 5, FLOOR_ALLOWED),
+        ("preflight", "maybe", "fail or warn or off"),
+        ("memory_discrepancy_pct", -1, "a number of percent from 0 to 1000"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
@@ -281,6 +290,14 @@ def test_the_layer_is_on_by_default() -> None:
 def test_neither_on_nor_off_is_refused() -> None:
     with pytest.raises(SettingsError, match=r'^environment variable VLLM_OMNI_HEALTH="maybe": '):
         enabled({"VLLM_OMNI_HEALTH": "maybe"})
+
+
+def test_a_floor_that_nobody_watches_is_refused() -> None:
+    line = refused({"min_free_memory": "2GiB"}, {variable("memory_interval_s"): "0"})
+    assert line == (
+        "environment variable VLLM_OMNI_HEALTH_MEMORY_INTERVAL_S=0: must be above 0 for "
+        "min_free_memory to have an effect"
+    )
 
 
 # ---- documentation -------------------------------------------------------------------------

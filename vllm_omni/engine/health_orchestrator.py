@@ -26,6 +26,7 @@ from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.machine import ReplicaState, State
+from vllm_omni.health.memory.preflight import when_ready
 from vllm_omni.health.runtime import HealthRuntime, require
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class HealthOrchestratorMixin:
                     ping = functools.partial(call_utility, PING)
                     self._liveness.watch(stage_id, replica_id, ping)
         if machine.snapshot.state is State.STARTING:
+            # Raises, and with it the start fails, where that is wanted.
+            when_ready(self._health.memory, self._health.settings.preflight)
             machine.started()
 
     # ---- hooks of upstream's run() ---------------------------------------------------------

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from vllm_omni.health.faults import one_line
 from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
-from vllm_omni.health.memory.floor import check_floor
+from vllm_omni.health.memory.floor import Floor, check_floor
 
 SWITCH = "VLLM_OMNI_HEALTH"
 """The variable that switches the whole layer on or off."""
@@ -278,6 +278,9 @@ def _checked(name: str, value: Any, place: str, *, strict: bool) -> Any:
 
 
 def _check_together(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    if values["memory_interval_s"] == 0 and Floor.parse(values["min_free_memory"]):
+        place = places.get("memory_interval_s", "memory_interval_s")
+        raise SettingsError(f"{place}=0: must be above 0 for min_free_memory to have an effect")
     if values["drain_timeout_s"] < values["shutdown_timeout_s"]:
         return
     names = ("drain_timeout_s", "shutdown_timeout_s")

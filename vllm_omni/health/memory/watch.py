@@ -39,7 +39,7 @@ from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.states import Snapshot
 from vllm_omni.health.watched import ReplicaKey
 
-from vllm_omni_health.devices.figures import in_words
+from vllm_omni_health.devices.figures import DeviceSample, in_words
 from vllm_omni_health.devices.host import HOST
 from vllm_omni_health.devices.survey import Devices
 
@@ -51,7 +51,8 @@ DISCREPANCY_OVER = "memory discrepancy over"
 
 
 class MemoryWatch:
-    """One per server. ``view`` is a plain attribute, replaced as a whole by every sample.
+    """One per server. ``view`` is a plain attribute, replaced as a whole by every sample, and so
+    are ``samples`` and ``owners``, from which it was made.
 
     ``receive`` and reading are for any thread. ``sample`` is serialised: it is the watch's own
     thread's, and that of whoever looks before stages start and when they are ready.
@@ -66,6 +67,8 @@ class MemoryWatch:
         processes: Callable[[Snapshot], Owners] = owned,
     ) -> None:
         self.view: MemoryView = NOTHING
+        self.samples: tuple[DeviceSample, ...] = ()
+        self.owners: Owners = {}
         self.reports = Reports(clock)
         self._settings = settings
         self._machine = machine
@@ -114,10 +117,11 @@ class MemoryWatch:
     def sample(self) -> MemoryView:
         """Ask every device, judge what it says, tell the machine. Blocks, for a bounded time."""
         with self._serial:
-            samples = self._devices.sample()
+            self.samples = tuple(self._devices.sample())
             snapshot = self._machine.snapshot
+            self.owners = self._processes(snapshot)
             live, reports = self._live(snapshot)
-            accounts = gather(samples, self._processes(snapshot), reports, live)
+            accounts = gather(self.samples, self.owners, reports, live)
             any_in_use = any(one.in_use for one in accounts.devices if one.sample.device != HOST)
             now = self._clock()
             self.view = MemoryView.make(
