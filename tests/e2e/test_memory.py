@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from deployments import MEMORY_TOOL
 
 from vllm_omni_health.devices.host import Host
 from vllm_omni_health.devices.simulated import SimulatedDevice
@@ -52,6 +53,15 @@ async def until(server: Server, cause: str) -> list[dict[str, Any]]:
             return found
         await asyncio.sleep(0.1)
     raise AssertionError(f"no {cause} in the history: {history}")
+
+
+async def gate(server: Server, *, threshold: float) -> int:
+    process = await asyncio.create_subprocess_exec(
+        str(MEMORY_TOOL),
+        *("check", "--url", server.url, "--threshold", str(threshold)),
+        *("--requests", "4", "--max-tokens", "4", "--for", "1"),
+    )
+    return await process.wait()
 
 
 def thread_count(server: Server) -> int:
@@ -98,6 +108,9 @@ def test_pressure_refuses_and_passes_without_a_restart(serve, device: SimulatedD
                 assert alarm["detail"]["device"] == "sim:0"
                 assert alarm["detail"]["unaccounted"] == 5 * GIB
                 assert alarm["detail"]["percent"] == round(500 / 70, 2)
+                # The gate for pipelines, on a real server with real load.
+                assert await gate(server, threshold=50) == 0
+                assert await gate(server, threshold=5) == 1
                 assert probe.first(not_accepting) is None
 
                 stream = ChatRequest(stream=True, max_tokens=400, label="in flight")
