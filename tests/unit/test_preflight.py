@@ -14,7 +14,9 @@ import pytest
 from fake_nvml import GIB, FakeNvml, Gpu, NVMLError
 from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.memory.preflight import PreflightError, before_start, when_ready
+from vllm_omni.health.memory.preflight import _orphans as orphans
 from vllm_omni.health.memory.watch import MemoryWatch
+from vllm_omni.health.processes import parent_pid
 from vllm_omni.health.settings import load
 
 from vllm_omni_health.devices import nvml
@@ -101,3 +103,32 @@ def test_off_looks_at_nothing(look: Any) -> None:
     watch = look(FakeNvml(Gpu(used=80 * GIB)), of=host(0))
     assert before_start(watch, "off") == when_ready(watch, "off") == []
     assert watch.view.time is None
+
+
+STAGE = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+SERVER = """
+import subprocess, sys
+subprocess.Popen(["VLLM::Worker", "-c", sys.argv[1]], executable=sys.executable)
+"""
+
+
+def test_stage_processes_whose_server_is_gone_are_named() -> None:
+    """An orphan of vLLM's: its title says what it is, its parent that its server is gone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, STAGE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        server.wait(60)
+        try:
+            if parent_pid(pid) != 1:
+                pytest.skip("a subreaper adopts orphans here")
+            (problem,) = orphans({})
+            assert problem.startswith("host: left of an earlier run: ")
+            assert f"pid {pid} (" in problem
+            assert orphans({pid: None}) == []
+        finally:
+            server.communicate("", timeout=60)

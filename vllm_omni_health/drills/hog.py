@@ -1,6 +1,7 @@
 """A hog: a process that takes memory and keeps it until it is told to let go.
 
-Of the machine, or of a control group that it joins first, or of a simulated device. Run as
+Of the machine, or of a control group that it joins first, of an accelerator, or of a simulated
+device. Run as
 ``python -m vllm_omni_health.drills.hog 2GiB``; it says ``holding N`` once it has the memory, and
 ends, giving all of it back, when its standard input ends. So it cannot outlive who started it.
 """
@@ -8,6 +9,7 @@ ends, giving all of it back, when its standard input ends. So it cannot outlive 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
 import select
@@ -15,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -69,6 +71,25 @@ class Simulated:
         self._device.hold(os.getpid(), 0)
 
 
+class Accelerator:
+    """Memory of a real device, through torch."""
+
+    def __init__(self, device: str) -> None:
+        # Seconds, and only here is there a need for it.
+        self._torch = importlib.import_module("torch")
+        self._device = device
+        self._block: Any = None
+
+    def take(self, size: int) -> None:
+        """Hold ``size`` bytes. torch.OutOfMemoryError, a RuntimeError, when there is no room."""
+        self._block = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+
+    def give_back(self) -> None:
+        """Hold nothing, but for the device's context."""
+        self._block = None
+        self._torch.accelerator.empty_cache()
+
+
 def join(cgroup: Path) -> None:
     """Put this process into a control group: a folder of a mounted cgroup file system."""
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
@@ -78,6 +99,7 @@ def run(
     size: Annotated[str, typer.Argument(help="how much to take: 2GiB, 500MB")],
     cgroup: Annotated[Path | None, typer.Option(help="control group to join first")] = None,
     simulated: Annotated[Path | None, typer.Option(help="file of a simulated device")] = None,
+    device: Annotated[str | None, typer.Option(help="torch's name of a device: cuda:0")] = None,
     square: Annotated[
         tuple[float, float] | None,
         typer.Option(help="seconds to hold, and seconds to let go, over and over"),
@@ -88,8 +110,9 @@ def run(
         bytes_ = int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError:
         raise typer.BadParameter(f"{size}: must be a size such as 2GiB or 500MB") from None
-    memory = Memory() if simulated is None else Simulated(simulated)
+    memory: Memory | Simulated | Accelerator | None = None
     try:
+        memory = _memory(simulated, device)
         if cgroup is not None:
             join(cgroup)
         memory.take(bytes_)
@@ -100,11 +123,18 @@ def run(
             if _told_to_end(off):
                 break
             memory.take(bytes_)
-    except (MemoryError, OSError) as exc:
+    except (MemoryError, OSError, RuntimeError) as exc:
         print(f"hog: cannot take {size}: {exc}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
-        memory.give_back()
+        if memory is not None:
+            memory.give_back()
+
+
+def _memory(simulated: Path | None, device: str | None) -> Memory | Simulated | Accelerator:
+    if simulated is not None:
+        return Simulated(simulated)
+    return Memory() if device is None else Accelerator(device)
 
 
 def _told_to_end(within_s: float | None) -> bool:
