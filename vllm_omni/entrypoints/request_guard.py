@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
+from vllm_omni.entrypoints.cost_admission import enter
 from vllm_omni.entrypoints.health_bodies import (
     DONE_EVENT,
     SHUTTING_DOWN,
@@ -232,11 +233,26 @@ class RequestGuard:
         if not self._runtime.machine.snapshot.accepting:
             await self._refuse(scope, receive, send)
             return
-        await self._guarded(scope, receive, send)
+        if self._runtime.admission is None or scope["type"] != "http":
+            await self._guarded(scope, receive, send)
+            return
+        entry = await enter(self._runtime.admission, scope, path, receive)
+        try:
+            # The state may have changed while the body came in.
+            if entry.refused or not self._runtime.machine.snapshot.accepting:
+                await self._refuse(scope, entry.receive, send, too_costly=entry.refused)
+            else:
+                await self._guarded(scope, entry.receive, send)
+        finally:
+            if entry.ticket is not None:
+                self._runtime.admission.leave(entry.ticket)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, *, too_costly: bool = False
+    ) -> None:
         snapshot = self._runtime.machine.snapshot
-        body = refusal_body(snapshot, request_id=_Call(scope, send, self._runtime).request_id)
+        request_id = _Call(scope, send, self._runtime).request_id
+        body = refusal_body(snapshot, request_id=request_id, too_costly=too_costly)
         if scope["type"] == "websocket":
             await receive()
             reason = body["error"]["message"][:120]

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import HealthMachine, State
 from vllm_omni.health.memory import metrics
+from vllm_omni.health.memory.cost import Admission
 from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
@@ -25,7 +26,8 @@ class HealthRuntime:
         self.settings = settings
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
-        self.memory = MemoryWatch(settings, self.machine)
+        self.admission = Admission() if settings.memory_admission else None
+        self.memory = MemoryWatch(settings, self.machine, admission=self.admission)
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
         self._unregister: Callable[[], None] = lambda: None
