@@ -29,6 +29,7 @@ from vllm_omni.engine.diffusion_faults import (
     refusal,
     worker_lost,
 )
+from vllm_omni.engine.stage_memory import report_regularly
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault, FaultError, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, current
@@ -96,6 +97,7 @@ class HealthEngineMixin:
         self.fault: Fault | None = None
         self._closing = False
         self._workers: tuple[Any, ...] = ()
+        self._end_reports: Callable[[], None] = lambda: None
         self._outlet = _outlet()
         super().__init__(*args, **kwargs)
 
@@ -111,6 +113,9 @@ class HealthEngineMixin:
         if dequeue is not None:
             executor._dequeue_one_with_failure_polling = functools.partial(_dequeue, dequeue)
         self._workers = tuple(getattr(executor, "_processes", ()))
+        if not self._workers:
+            # The worker is in this process.
+            self._end_reports = report_regularly(getattr(executor, "worker", None))
         executor.register_failure_callback(self._executor_failed)
 
     def _init_execute_fn(self) -> None:
@@ -168,6 +173,7 @@ class HealthEngineMixin:
     def close(self) -> None:
         """Upstream's, bounded: an engine that is at work is not waited for."""
         self._closing = True
+        self._end_reports()
         if self._stop_busy_loop():
             super().close()  # type: ignore[misc]
         else:

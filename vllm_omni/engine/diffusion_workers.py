@@ -15,6 +15,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
 from vllm_omni.engine.process_exit import leave
+from vllm_omni.engine.stage_memory import report_regularly
 from vllm_omni.engine.watched_process import WatchedProcessMixin
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault
@@ -108,6 +109,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
         set_death_signal()
         wrapper = super()._create_worker(*args, **kwargs)
+        report_regularly(wrapper)
         execute = wrapper.execute_method
 
         def execute_method(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,10 @@
-"""What a stage itself knows of its memory; asked for in the stage's process, with every ping.
+"""What a stage itself knows of its memory; found out in the stage's process.
 
-Nothing here raises: figures that cannot be had are left out, and the ping is answered all the
-same. The answer holds plain numbers and names, as ``vllm_omni.health.memory.reports`` reads it.
+An engine core answers each ping with it. A diffusion worker cannot be asked while it runs a step,
+and a step can be a whole request; there a thread leaves it in a file for the server instead.
+
+Nothing here raises: figures that cannot be had are left out. They are plain numbers and names,
+as ``vllm_omni.health.memory.reports`` reads them.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm_omni.health.memory.reports import PERIOD_S, leave_report, reports_folder
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +91,7 @@ def of_device(device: torch.device, worker: Any = None) -> dict[str, Any]:
 def _storages(worker: Any) -> dict[int, int]:
     """Addresses and sizes of a worker's weights and KV cache; one that is shared counts once."""
     runner = worker.model_runner
-    model = runner.model
+    model = runner.model if hasattr(runner, "model") else runner.pipeline
     storages = {}
     for tensor in [*model.parameters(), *model.buffers(), *getattr(runner, "kv_caches", ())]:
         if isinstance(tensor, torch.Tensor):
@@ -119,3 +125,46 @@ def _kv_cache(scheduler: Any) -> dict[str, Any]:
     total = sum(int(tensor.size) for tensor in tensors)
     usage = float(scheduler.kv_cache_manager.usage)
     return {"kv_total": total, "kv_used": int(total * usage)}
+
+
+def of_process(worker: Any = None) -> list[dict[str, Any]]:
+    """What this process holds, on each device: on accelerators, else of ``worker`` on CPU."""
+    if not torch.accelerator.is_available():
+        rank = None if worker is None else of_worker(worker)
+        return [] if rank is None else [rank]
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None, "one is available"
+    # A device on which this process has taken nothing must not get a context from being asked.
+    return [
+        {"pid": os.getpid(), **of_device(torch.device(kind.type, index))}
+        for index in range(torch.accelerator.device_count())
+        if torch.accelerator.memory_reserved(index) > 0
+    ]
+
+
+def report_regularly(
+    worker: Any = None,
+    period_s: float = PERIOD_S,
+    find: Callable[[Any], list[dict[str, Any]]] = of_process,
+) -> Callable[[], None]:
+    """Leave this process's figures in a file, now and then, for the server; what ends it.
+
+    On a daemon thread. Does nothing where the server has no folder of its own.
+    """
+    folder = reports_folder()
+    ended = threading.Event()
+    if folder is None:
+        return ended.set
+
+    def run() -> None:
+        while not ended.is_set():
+            try:
+                ranks = find(worker)
+                if ranks:
+                    leave_report(folder, ranks)
+            except Exception:
+                logger.debug("[health] no memory figures", exc_info=True)
+            ended.wait(period_s)
+
+    threading.Thread(target=run, name="health-memory-report", daemon=True).start()
+    return ended.set

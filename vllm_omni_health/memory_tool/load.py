@@ -14,7 +14,7 @@ import httpx
 from vllm_omni_health.memory_tool.client import PATH, NoFigures, read, unreachable
 from vllm_omni_health.memory_tool.gate import Verdict
 
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 _REQUEST_S = 600.0
 """Bound for one request: a long answer of a large model."""
 
@@ -65,7 +65,7 @@ async def drive(
 ) -> Run:
     """Send everything and watch, then watch on until the verdict can be told.
 
-    ``progress`` is called about once a second. Raises NoFigures when the server has none.
+    ``progress`` is called about twice a second. Raises NoFigures when the server has none.
     """
     run = Run(verdict)
     limits = httpx.Limits(max_connections=plan.concurrency + 2)

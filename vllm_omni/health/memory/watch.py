@@ -28,7 +28,7 @@ from vllm_omni.health.memory.discrepancy import GapTracker
 from vllm_omni.health.memory.floor import Floor
 from vllm_omni.health.memory.ownership import owned
 from vllm_omni.health.memory.pressure import PressureGate
-from vllm_omni.health.memory.reports import Reports
+from vllm_omni.health.memory.reports import Reports, reports_folder
 from vllm_omni.health.memory.view import (
     NOTHING,
     DeviceRow,
@@ -123,6 +123,7 @@ class MemoryWatch:
             self.samples = tuple(self._devices.sample())
             snapshot = self._machine.snapshot
             self.owners = self._processes(snapshot)
+            self.reports.collect(reports_folder(), self.owners)
             live, reports = self._live(snapshot)
             accounts = gather(self.samples, self.owners, reports, live)
             any_in_use = any(one.in_use for one in accounts.devices if one.sample.device != HOST)
