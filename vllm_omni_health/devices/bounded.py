@@ -18,7 +18,7 @@ class BoundedQuery(Generic[T]):
     """Runs ``query`` on one thread of its own, which is a daemon and the only one there ever is.
 
     While an earlier call hangs, no further one is made: :meth:`result` raises NoAnswer at once.
-    :meth:`begin` and :meth:`result` are for one and the same thread.
+    Calls of :meth:`begin` and :meth:`result` must not overlap.
     """
 
     def __init__(self, query: Callable[[], T], name: str) -> None:

@@ -22,7 +22,7 @@ def _accelerators() -> Sequence[Device]:
 
 
 class Devices:
-    """The devices of this machine that matter to a service. Use it from one thread.
+    """The devices of this machine that matter to a service. Calls must not overlap.
 
     ``discover`` finds the accelerators; it is asked like a query, because the first call to a
     driver can hang as well. While it has no answer, an accelerator ``gpu`` is shown as unknown.
