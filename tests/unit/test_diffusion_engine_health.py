@@ -286,3 +286,20 @@ def test_in_the_server_process_the_replica_is_the_server_itself():
 def test_an_inline_stage_cannot_be_held():
     with server(policy="hold"), pytest.raises(SettingsError, match="policy hold: stage 0"):
         HealthEngine()
+
+
+def test_an_engine_with_its_worker_inside_reports_the_workers_memory_until_it_closes(
+    stated, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(
+        diffusion_engine_health,
+        "report_regularly",
+        lambda worker: told.append(worker) or (lambda: told.append("end")),
+    )
+    monkeypatch.setattr(Executor, "driver_worker", "worker", raising=False)
+    engine = HealthEngine()
+    engine.start()
+    assert told == ["worker"]
+    engine.close()
+    assert told == ["worker", "end"]

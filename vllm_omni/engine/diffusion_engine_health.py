@@ -115,7 +115,7 @@ class HealthEngineMixin:
         self._workers = tuple(getattr(executor, "_processes", ()))
         if not self._workers:
             # The worker is in this process.
-            self._end_reports = report_regularly(getattr(executor, "worker", None))
+            self._end_reports = report_regularly(getattr(executor, "driver_worker", None))
         executor.register_failure_callback(self._executor_failed)
 
     def _init_execute_fn(self) -> None:
