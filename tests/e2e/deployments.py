@@ -4,5 +4,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "examples" / "cpu" / "serve"
+MEMORY_TOOL = ROOT / ".venv" / "bin" / "vllm-omni-memory"
 VLLM = ROOT / ".venv" / "bin" / "vllm"
 MODEL = ROOT / "build" / "cpu-models" / "ar"

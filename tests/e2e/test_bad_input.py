@@ -74,6 +74,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 ("VLLM_OMNI_HEALTH_TERMINATION_LOG", "/no/such/folder/log", "folder that exists"),
                 {"VLLM_OMNI_HEALTH_TERMINATION_LOG": "/no/such/folder/log"},
             ),
+            "preflight": Case(
+                serve,
+                ("host: ", "less than min_free_memory", "preflight=warn"),
+                {
+                    "VLLM_OMNI_HEALTH_PREFLIGHT": "fail",
+                    "VLLM_OMNI_HEALTH_MIN_FREE_MEMORY": "host=99%",
+                },
+            ),
             "sockets-in-no-folder": Case(
                 serve,
                 ("VLLM_RPC_BASE_PATH", "/no/such/folder"),

@@ -381,3 +381,20 @@ def test_a_worker_process_tells_of_its_steps_but_not_of_each(clock):
         speak_through(None)
         os.close(write_fd)
         words.close()
+
+
+def test_an_engine_with_its_worker_inside_reports_the_workers_memory_until_it_closes(
+    stated, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(
+        diffusion_engine_health,
+        "report_regularly",
+        lambda worker: told.append(worker) or (lambda: told.append("end")),
+    )
+    monkeypatch.setattr(Executor, "driver_worker", "worker", raising=False)
+    engine = HealthEngine()
+    engine.start()
+    assert told == ["worker"]
+    engine.close()
+    assert told == ["worker", "end"]

@@ -715,3 +715,53 @@ def test_an_observer_that_ends_its_thread_does_not_silence_the_machine(
         machine.drain()
     machine.replica_lost(1, 0, fault())
     assert len(seen) == 2
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def test_what_is_worth_a_line_is_in_the_history_and_moves_nothing(machine: HealthMachine) -> None:
+    before = machine.snapshot
+    machine.noted("memory discrepancy", {"device": "gpu:0", "percent": 7.5})
+    last = machine.history()[-1]
+    assert (last.cause, last.fault, last.moved) == ("memory discrepancy", None, False)
+    assert last.detail == {"device": "gpu:0", "percent": 7.5}
+    assert machine.snapshot == before
+
+
+def shortage() -> Fault:
+    return Fault(kind=FaultKind.HOST_OOM, severity=Severity.REQUEST, device="host", time=5.0)
+
+
+def test_a_shortage_gives_way_to_what_really_fails_and_comes_back(
+    machine: HealthMachine, clock: Clock
+) -> None:
+    machine.memory_pressure("host", shortage())
+    assert machine.reason == shortage()
+    clock.now += 0.01
+    machine.replica_lost(1, 0, fault("process_lost"))
+    assert machine.reason is not None
+    assert machine.reason.kind is FaultKind.PROCESS_LOST
+    machine.replica_ready(1, 0)
+    assert machine.reason == shortage()
+    machine.memory_pressure("host", None)
+    assert (machine.snapshot.state, machine.reason) == (State.HEALTHY, None)
+
+
+def test_a_shortage_does_not_take_the_place_of_a_fault(
+    machine: HealthMachine, clock: Clock
+) -> None:
+    machine.replica_lost(1, 0, fault("process_lost"))
+    clock.now += 0.01
+    machine.memory_pressure("host", shortage())
+    assert machine.reason is not None
+    assert machine.reason.kind is FaultKind.PROCESS_LOST
+    machine.replica_lost(1, 1, fault("engine"))
+    assert machine.snapshot.state is State.DEAD
+    assert machine.reason.kind is FaultKind.PROCESS_LOST
+
+
+def test_clients_read_of_a_shortage_that_it_is_one() -> None:
+    assert "short of host memory" in shortage().public()["message"]
+    fatal = msgspec.structs.replace(shortage(), severity=Severity.FATAL)
+    assert fatal.public()["message"] == FaultKind.HOST_OOM.sentence

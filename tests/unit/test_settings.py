@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
 from vllm_omni.health.settings import (
     PREFIX,
     HealthSettings,
@@ -49,6 +50,14 @@ def test_the_defaults() -> None:
         "error_budget_window_s": 60.0,
         "fault_classes": {},
         "settle_s": 0.1,
+        "min_free_memory": "0",
+        "memory_interval_s": 1.0,
+        "memory_recover_s": 5.0,
+        "memory_discrepancy_pct": 5.0,
+        "memory_window_s": 30.0,
+        "memory_admission": False,
+        "preflight": "warn",
+        "simulated_device": None,
     }
 
 
@@ -125,6 +134,10 @@ def test_a_relative_termination_log_is_made_absolute(
                 st.sampled_from(["a.B", "builtins.ValueError", "pkg.mod.Outer.Inner"]),
                 st.sampled_from(["oom", "engine:request", "collective:fatal"]),
             ),
+            "min_free_memory": st.sampled_from(["0", "2GiB", "5%", "gpu=2GiB,host=1%"]),
+            "memory_interval_s": st.floats(0.1, 3600),
+            "memory_discrepancy_pct": st.floats(0, 1000),
+            "preflight": st.sampled_from(["fail", "warn", "off"]),
         },
     )
 )
@@ -184,6 +197,10 @@ def test_variables_of_others_are_none_of_our_business() -> None:
         ("termination_log", 3, "the path of a file"),
         ("termination_log", "/no/such/folder/log", "a file in a folder that exists"),
         ("termination_log", "/", "a file in a folder that exists"),
+        ("min_free_memory", "much", FLOOR_ALLOWED),
+        ("min_free_memory", 5, FLOOR_ALLOWED),
+        ("preflight", "maybe", "fail or warn or off"),
+        ("memory_discrepancy_pct", -1, "a number of percent from 0 to 1000"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
@@ -285,6 +302,14 @@ def test_neither_on_nor_off_is_refused() -> None:
         enabled({"VLLM_OMNI_HEALTH": "maybe"})
 
 
+def test_a_floor_that_nobody_watches_is_refused() -> None:
+    line = refused({"min_free_memory": "2GiB"}, {variable("memory_interval_s"): "0"})
+    assert line == (
+        "environment variable VLLM_OMNI_HEALTH_MEMORY_INTERVAL_S=0: must be above 0 for "
+        "min_free_memory to have an effect"
+    )
+
+
 # ---- documentation -------------------------------------------------------------------------
 
 
@@ -295,7 +320,9 @@ def test_every_setting_is_described() -> None:
         assert row.variable == PREFIX + row.name.upper()
         assert row.description
         assert row.allowed
-        assert (row.unit == "seconds") is row.name.endswith("_s")
+        units = {"s": "seconds", "pct": "percent"}
+        if row.name != "error_budget":
+            assert row.unit == units.get(row.name.rpartition("_")[2], "")
     assert rows["exit_grace_s"].default == "5"
     assert rows["degraded_is_unhealthy"].default == "false"
     assert rows["termination_log"].default == ""

@@ -33,6 +33,7 @@ from vllm_omni.engine.diffusion_faults import (
 )
 from vllm_omni.engine.diffusion_progress import last_step, watch_steps
 from vllm_omni.engine.diffusion_steps import open_envelopes, type_failures
+from vllm_omni.engine.stage_memory import report_regularly
 from vllm_omni.engine.worker_faults import WorkerError
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault, FaultError, FaultKind
@@ -105,6 +106,7 @@ class HealthEngineMixin:
         self._at_work = 0
         self._moved_at = time.monotonic()
         self._workers: tuple[Any, ...] = ()
+        self._end_reports: Callable[[], None] = lambda: None
         self._outlet = _outlet()
         super().__init__(*args, **kwargs)
 
@@ -122,6 +124,9 @@ class HealthEngineMixin:
         self._workers = tuple(getattr(executor, "_processes", ()))
         # Only an executor without worker processes has one; theirs watch their steps themselves.
         watch_steps(getattr(executor, "driver_worker", None))
+        if not self._workers:
+            # The worker is in this process.
+            self._end_reports = report_regularly(getattr(executor, "driver_worker", None))
         executor.register_failure_callback(self._executor_failed)
 
     def _init_execute_fn(self) -> None:
@@ -179,6 +184,7 @@ class HealthEngineMixin:
     def close(self) -> None:
         """Upstream's, bounded: an engine that is at work is not waited for."""
         self._closing = True
+        self._end_reports()
         if self._stop_busy_loop():
             super().close()  # type: ignore[misc]
         else:

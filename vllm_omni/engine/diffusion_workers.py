@@ -18,6 +18,7 @@ from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
 from vllm_omni.engine.diffusion_progress import watch_steps
 from vllm_omni.engine.diffusion_steps import type_failures
 from vllm_omni.engine.process_exit import leave
+from vllm_omni.engine.stage_memory import report_regularly
 from vllm_omni.engine.watched_process import WatchedProcessMixin
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault
@@ -112,6 +113,7 @@ class HealthDiffusionWorkerProc(WorkerProc):
         set_death_signal()
         wrapper = super()._create_worker(*args, **kwargs)
         watch_steps(wrapper)
+        report_regularly(wrapper)
         execute = wrapper.execute_method
 
         def execute_method(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from vllm_omni.health.classify import fault_from_exception
 from vllm_omni.health.faults import Fault, FaultKind, process_lost
 from vllm_omni.health.loops import BEAT_S
 from vllm_omni.health.machine import ReplicaState, State
+from vllm_omni.health.memory.preflight import when_ready
 from vllm_omni.health.runtime import HealthRuntime, require
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         self._announced: dict[tuple[int, int], Any] = {}
         self._announce_replicas()
         if self._health.machine.snapshot.state is State.STARTING:
+            # Raises, and with it the start fails, where that is wanted.
+            when_ready(self._health.memory, self._health.settings.preflight)
             self._health.machine.started()
 
     def _announce_replicas(self) -> None:
@@ -90,7 +93,8 @@ class HealthOrchestratorMixin(OutputReadersMixin):
                 self._health.supervisor.replica_ready(stage_id, replica_id)
                 ping = _ping_of(client)
                 if ping is not None:
-                    self._liveness.watch(stage_id, replica_id, ping)
+                    receive = partial(self._health.memory.receive, key)
+                    self._liveness.watch(stage_id, replica_id, ping, on_answer=receive)
 
     # ---- hooks of upstream's run() ---------------------------------------------------------
 

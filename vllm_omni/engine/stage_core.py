@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
+from vllm_omni.engine import stage_memory
 from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.fault_channel import fault_outputs
 from vllm_omni.engine.process_exit import destroy_process_groups, leave
@@ -59,9 +60,12 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoRetur
 class HealthStageEngineCoreProc(StageEngineCoreProc):
     """Upstream's engine core, with typed last messages."""
 
-    def health_ping(self) -> bool:
-        """A utility method: the busy loop answers it between steps, so it turns."""
-        return True
+    def health_ping(self) -> dict[str, Any]:
+        """A utility method: the busy loop answers it between steps, so it turns.
+
+        The answer says what memory this stage holds, as far as it knows.
+        """
+        return stage_memory.figures(self)
 
     def process_input_sockets(self, *args: Any, **kwargs: Any) -> None:
         """Upstream's, on a thread of its own."""

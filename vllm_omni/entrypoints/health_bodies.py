@@ -15,11 +15,17 @@ from vllm_omni.health.faults import Fault, FaultKind, iso_time
 from vllm_omni.health.machine import Snapshot, State
 
 SHUTTING_DOWN = "The server is shutting down. Please retry the request elsewhere or later."
+TOO_COSTLY = (
+    "The server has too little memory left for a request of this size at the moment. Please "
+    "retry later."
+)
 NOT_ACCEPTING = "The server is not accepting requests at the moment. Please retry later."
 
 
-def health_body(snapshot: Snapshot, *, healthy: bool) -> dict[str, Any]:
-    """The body of ``/health`` and ``/readyz``."""
+def health_body(
+    snapshot: Snapshot, *, healthy: bool, memory: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The body of ``/health`` and ``/readyz``. ``memory``: the figures of the latest sample."""
     return {
         "status": "healthy" if healthy else "unhealthy",
         "state": snapshot.state.value,
@@ -41,6 +47,7 @@ def health_body(snapshot: Snapshot, *, healthy: bool) -> dict[str, Any]:
             for stage in snapshot.stages
         ],
         "fault": None if snapshot.fault is None else snapshot.fault.public(),
+        "memory": memory,
         "health_layer": __version__,
     }
 
@@ -57,6 +64,7 @@ def history_body(history: tuple[Any, ...]) -> dict[str, Any]:
                 "monotonic": round(move.monotonic, 6),
                 "cause": move.cause,
                 "fault": move.fault,
+                **({} if move.detail is None else {"detail": move.detail}),
             }
             for move in history
         ]
@@ -106,14 +114,19 @@ def fault_body(fault: Fault | None, *, request_id: str | None = None) -> dict[st
     )
 
 
-def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[str, Any]:
-    """The error body of a request that is not admitted."""
+def refusal_body(
+    snapshot: Snapshot, *, request_id: str | None = None, too_costly: bool = False
+) -> dict[str, Any]:
+    """The error body of a request that is not admitted.
+
+    ``too_costly``: for what it would take, while others are admitted.
+    """
     if snapshot.draining and snapshot.state is not State.DEAD:
         message = SHUTTING_DOWN
     elif snapshot.fault is not None:
         message = snapshot.fault.sentence
     else:
-        message = NOT_ACCEPTING
+        message = TOO_COSTLY if too_costly else NOT_ACCEPTING
     return error_body(
         HTTPStatus.SERVICE_UNAVAILABLE, message, fault=snapshot.fault, request_id=request_id
     )

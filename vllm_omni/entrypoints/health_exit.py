@@ -16,6 +16,7 @@ import zmq
 from vllm_omni.entrypoints.health_checks import BadInput
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.machine import State
+from vllm_omni.health.memory.reports import SERVERS_FOLDER
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime
 
@@ -54,7 +55,7 @@ def make_socket_folder() -> None:
     global _socket_folder
     base = os.environ.get(_SOCKET_BASE) or tempfile.gettempdir()
     try:
-        folder = tempfile.mkdtemp(prefix="vllm-omni-", dir=base)
+        folder = tempfile.mkdtemp(prefix=SERVERS_FOLDER, dir=base)
     except OSError as exc:
         raise BadInput(
             f"{_SOCKET_BASE}: no folder for socket files can be made in {base}: {exc.strerror}",

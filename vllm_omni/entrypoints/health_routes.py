@@ -1,4 +1,5 @@
-"""The probes: ``/health``, ``/readyz``, ``/livez``, ``/health/history``, ``/ping``.
+"""The probes: ``/health``, ``/readyz``, ``/livez``, ``/ping``, and the two that tell more,
+``/health/history`` and ``/health/memory``.
 
 They are answered ahead of the application, from one read of the machine's snapshot, so that
 they answer in any state, under load, and while the orchestrator's thread is stuck.
@@ -28,7 +29,7 @@ def _health(runtime: HealthRuntime) -> _Answer:
     degraded_counts = runtime.settings.degraded_is_unhealthy and snapshot.state is State.DEGRADED
     healthy = snapshot.accepting and not degraded_counts
     status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
-    return status, health_body(snapshot, healthy=healthy)
+    return status, health_body(snapshot, healthy=healthy, memory=runtime.memory.view.short)
 
 
 def _livez(runtime: HealthRuntime) -> _Answer:
@@ -46,12 +47,17 @@ def _history(runtime: HealthRuntime) -> _Answer:
     return HTTPStatus.OK, history_body(runtime.machine.history())
 
 
+def _memory(runtime: HealthRuntime) -> _Answer:
+    return HTTPStatus.OK, runtime.memory.view.full
+
+
 PROBES: dict[str, Callable[[HealthRuntime], _Answer]] = {
     "/health": _health,
     "/readyz": _health,
     "/ping": _health,
     "/livez": _livez,
     "/health/history": _history,
+    "/health/memory": _memory,
 }
 
 

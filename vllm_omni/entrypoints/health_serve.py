@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.health_start import START_FAILED, StartGuard, describ
 from vllm_omni.health import __version__, fault_classes, seams
 from vllm_omni.health.classify import fault_from_exception, walk
 from vllm_omni.health.machine import State
+from vllm_omni.health.memory.preflight import PreflightError, before_start
 from vllm_omni.health.reason import write_reason
 from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.health.settings import SettingsError, variable
@@ -56,6 +57,13 @@ def serve(args: Any) -> NoReturn:
         _serve_headless(args)
     logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
     runtime = HealthRuntime(settings)
+    try:
+        before_start(runtime.memory, settings.preflight)
+    except PreflightError as exc:
+        complain(exc)
+        remove_socket_folder()
+        write_reason(None, START_FAILED, settings.termination_log, None)
+        raise SystemExit(START_FAILED) from None
     set_current(runtime)
     runtime.end_by_force = partial(end_now, runtime)
     runtime.start()
@@ -109,9 +117,10 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
         complain(f"cannot listen on {where}: the address is in use; choose another --port")
         runtime.machine.start_failed(fault_from_exception(exc, role="server"))
         return START_FAILED
-    settings_error = next((found for found in walk(exc) if isinstance(found, SettingsError)), None)
+    wrong = (SettingsError, PreflightError)
+    settings_error = next((found for found in walk(exc) if isinstance(found, wrong)), None)
     if settings_error is not None:
-        # Not known before upstream has resolved the deployment.
+        # Not known before upstream has resolved the deployment, or started its stages.
         complain(settings_error)
         runtime.machine.start_failed(fault_from_exception(exc, role="server"))
         return START_FAILED

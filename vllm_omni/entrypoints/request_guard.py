@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from vllm_omni.entrypoints.cost_admission import enter
 from vllm_omni.entrypoints.guarded_call import GuardedCall, refuse_handshake, set_current_call
 from vllm_omni.entrypoints.health_bodies import (
     SHUTTING_DOWN,
@@ -181,12 +182,26 @@ class RequestGuard:
         if not self._runtime.machine.snapshot.accepting:
             await self._refuse(scope, receive, send)
             return
-        await self._guarded(GuardedCall(scope, send, self._runtime), receive)
+        if self._runtime.admission is None or scope["type"] != "http":
+            await self._guarded(GuardedCall(scope, send, self._runtime), receive)
+            return
+        entry = await enter(self._runtime.admission, scope, path, receive)
+        try:
+            # The state may have changed while the body came in.
+            if entry.refused or not self._runtime.machine.snapshot.accepting:
+                await self._refuse(scope, entry.receive, send, too_costly=entry.refused)
+            else:
+                await self._guarded(GuardedCall(scope, send, self._runtime), entry.receive)
+        finally:
+            if entry.ticket is not None:
+                self._runtime.admission.leave(entry.ticket)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, *, too_costly: bool = False
+    ) -> None:
         snapshot = self._runtime.machine.snapshot
         request_id = GuardedCall(scope, send, self._runtime).request_id
-        body = refusal_body(snapshot, request_id=request_id)
+        body = refusal_body(snapshot, request_id=request_id, too_costly=too_costly)
         headers = {"Retry-After": retry_after(self._runtime)}
         status = HTTPStatus.SERVICE_UNAVAILABLE
         if scope["type"] == "websocket":

@@ -31,10 +31,14 @@ def loop_cause(loop: str) -> Cause:
 
 @dataclass(frozen=True)
 class _Settling:
-    """The most telling fault of a window of time that opened with the first one."""
+    """The most telling fault of a window of time that opened with the first one.
+
+    ``yields``: it is a mere shortage, and gives way as the reason to whatever really fails.
+    """
 
     fault: Fault
     opened: float
+    yields: bool = False
 
     def joined(self, fault: Fault, now: float, settle_s: float) -> _Settling:
         """With one more fault: better and in time, it takes the place."""
@@ -100,12 +104,18 @@ class Causes:
         if fault is None:
             self._causes.setdefault(cause, None)
             return
+        if cause[0] == "memory" and not fault.fatal:
+            # It ends nothing, so it must not be taken for the reason of an end that comes soon.
+            alone = self._causes[cause] = _Settling(fault, now, yields=True)
+            if self._reason is None:
+                self._reason, self._reason_cause = alone, cause
+            return
         self._compete(fault, now)
         known = self._causes.get(cause)
         self._causes[cause] = (
             _Settling(fault, now) if known is None else known.joined(fault, now, self._settle_s)
         )
-        if self._reason is None:
+        if self._reason is None or self._reason.yields:
             self._reason, self._reason_cause = self._recent, cause
 
     def bear(self, cause: Cause, fault: Fault, now: float) -> None:

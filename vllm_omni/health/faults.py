@@ -86,6 +86,12 @@ _KIND_FACTS = {
         87, "The server's coordination of requests does not work any more."
     ),
 }
+_SHORT_OF_MEMORY = {
+    FaultKind.OOM: "The server is short of accelerator memory. Please retry later.",
+    FaultKind.HOST_OOM: "The server is short of host memory. Please retry later.",
+}
+"""Nothing has failed, and nothing has to: requests are refused so that it does not come to that."""
+
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(FaultKind)}
 
 
@@ -164,7 +170,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The one sentence that anyone may see of this fault; never empty."""
-        return self.kind.sentence if self.fatal else REQUEST_SENTENCE
+        if self.fatal:
+            return self.kind.sentence
+        return _SHORT_OF_MEMORY.get(self.kind, REQUEST_SENTENCE)
 
     def with_context(self, **fields: Any) -> Fault:
         """A copy in which those of ``fields`` that are still None are filled in.

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.states import State, Transition
@@ -42,6 +43,7 @@ class Journal:
         monotonic: float,
         cause: str,
         fault: Fault | None,
+        detail: dict[str, Any] | None = None,
     ) -> None:
         """Add an entry. The lock is held; :meth:`deliver` follows when it is released."""
         entry = Transition(
@@ -52,6 +54,7 @@ class Journal:
             monotonic=monotonic,
             cause=cause,
             fault=fault.public() if fault is not None else None,
+            detail=detail,
         )
         self._seq += 1
         (self._moves if entry.moved else self._events).append(entry)

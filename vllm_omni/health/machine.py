@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from vllm_omni.health.causes import (
@@ -294,6 +295,15 @@ class HealthMachine:
             self._wrong(ORCHESTRATOR, fault)
             self._update("orchestrator ended", fault)
 
+    def noted(self, cause: str, detail: dict[str, Any]) -> None:
+        """Something worth a line in the history that is no fault: it moves nothing.
+
+        ``detail`` is shown to everyone, and holds JSON values.
+        """
+        with self._fact():
+            state = self.snapshot.state
+            self._record(state, state, cause, None, detail)
+
     def fault_noted(self, fault: Fault) -> None:
         """A late or secondary fault: it may become the reason, and moves nothing."""
         with self._fact():
@@ -366,9 +376,17 @@ class HealthMachine:
             self._record(state, state, cause, fault)
         self._publish(before, state)
 
-    def _record(self, old: State, new: State, cause: str, fault: Fault | None) -> None:
+    def _record(
+        self,
+        old: State,
+        new: State,
+        cause: str,
+        fault: Fault | None,
+        detail: dict[str, Any] | None = None,
+    ) -> None:
+        wall, now = self._wall, self._now
         self._journal.record(
-            old, new, wall=self._wall, monotonic=self._now, cause=cause, fault=fault
+            old, new, wall=wall, monotonic=now, cause=cause, fault=fault, detail=detail
         )
 
     def _publish(self, before: Snapshot, state: State) -> None:

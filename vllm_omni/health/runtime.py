@@ -16,6 +16,9 @@ from vllm_omni.health.error_budget import ErrorBudget
 from vllm_omni.health.faults import Fault, FaultKind
 from vllm_omni.health.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.memory import metrics
+from vllm_omni.health.memory.cost import Admission
+from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.request_faults import RequestFaults
 from vllm_omni.health.settings import HealthSettings
 from vllm_omni.health.supervisor import Supervisor
@@ -37,6 +40,8 @@ class HealthRuntime:
         self.error_budget = ErrorBudget(
             self.machine, settings.error_budget, settings.error_budget_window_s
         )
+        self.admission = Admission() if settings.memory_admission else None
+        self.memory = MemoryWatch(settings, self.machine, admission=self.admission)
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
         self.orchestrator_beat = LoopBeat("orchestrator")
@@ -45,12 +50,15 @@ class HealthRuntime:
         """Ends the process without any loop's help; called on a thread of its own, once. Set by
         who knows how to."""
         self.service_manager = ServiceManager.of_this_process()
+        self._unregister: Callable[[], None] = lambda: None
         self._deadline: float | None = None
         self._forced = False
 
     def start(self) -> None:
-        """Start the supervisor thread."""
+        """Start the supervisor's thread and the memory watch's."""
         self.supervisor.start()
+        self.memory.start()
+        self._unregister = metrics.register(lambda: self.memory.view)
         self._watch_loop(self.orchestrator_beat, self._orchestrator_given_up)
         self._watch_loop(self.api_beat, self._force)
         self.supervisor.every(BEAT_S, self._check_deadline)
@@ -81,7 +89,9 @@ class HealthRuntime:
             self._force()
 
     def stop(self) -> None:
-        """End the supervisor thread; idempotent."""
+        """End both threads; idempotent."""
+        self.memory.stop()
+        self._unregister()
         self.supervisor.stop()
 
     def listening(self) -> None:

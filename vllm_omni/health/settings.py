@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import annotated_types
-from pydantic import AllowInfNan, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from vllm_omni.health import fault_classes
 from vllm_omni.health.faults import one_line
+from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
+from vllm_omni.health.memory.floor import Floor, check_floor
 
 SWITCH = "VLLM_OMNI_HEALTH"
 """The variable that switches the whole layer on or off."""
@@ -36,11 +45,15 @@ class SettingsError(ValueError):
     """A setting is unknown, of a wrong type or impossible. Its text is one line for a person."""
 
 
-def _field(default: Any, description: str, *, unit: str = "", **bounds: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"unit": unit}, **bounds)
+def _field(
+    default: Any, description: str, *, unit: str = "", allowed: str = "", **bounds: Any
+) -> Any:
+    extra: Any = {"unit": unit, "allowed": allowed}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
 Seconds = Annotated[float, AllowInfNan(False)]
+Number = Annotated[float, AllowInfNan(False)]
 
 
 def _entries(value: Any) -> Any:
@@ -154,6 +167,56 @@ class HealthSettings(BaseSettings):
         unit="seconds",
         ge=0,
         le=5,
+    )
+    min_free_memory: Annotated[str, AfterValidator(check_floor)] = _field(
+        "0",
+        "Memory that has to be free, on each device in use, for new requests to be admitted; 0 "
+        "switches this off",
+        allowed=FLOOR_ALLOWED,
+    )
+    memory_interval_s: Seconds = _field(
+        1.0,
+        "Time between two looks at memory; 0 switches all watching of memory off",
+        unit="seconds",
+        ge=0,
+        le=3600,
+    )
+    memory_recover_s: Seconds = _field(
+        5.0,
+        "How long memory has to be above min_free_memory before requests are admitted again",
+        unit="seconds",
+        ge=0,
+        le=3600,
+    )
+    memory_discrepancy_pct: Number = _field(
+        5.0,
+        "Growth of memory that no stage accounts for, in percent of what is expected, above "
+        "which there is a warning; 0 switches the warning off",
+        unit="percent",
+        ge=0,
+        le=1000,
+    )
+    memory_window_s: Seconds = _field(
+        30.0,
+        "How long such growth has to last for the warning",
+        unit="seconds",
+        ge=0,
+        le=86400,
+    )
+    memory_admission: bool = _field(
+        False,
+        "Whether a request is refused when what it is estimated to take is more than what is "
+        "free above min_free_memory and not promised to others",
+    )
+    preflight: Literal["fail", "warn", "off"] = _field(
+        "warn",
+        "What to do when memory is not as it should be before stages start, or once they are "
+        "ready: stop the start, say so in the log, or not look at all",
+    )
+    simulated_device: Path | None = _field(
+        None,
+        "For drills alone: a file that stands for one more device, whose memory is what the "
+        "file says",
     )
 
     def to_environ(self) -> dict[str, str]:
@@ -275,6 +338,17 @@ def _checked(name: str, value: Any, place: str, *, strict: bool) -> Any:
 
 
 def _check_together(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    needs_looks = [
+        name
+        for name, set_ in (
+            ("min_free_memory", bool(Floor.parse(values["min_free_memory"]))),
+            ("memory_admission", values["memory_admission"]),
+        )
+        if set_
+    ]
+    if values["memory_interval_s"] == 0 and needs_looks:
+        place = places.get("memory_interval_s", "memory_interval_s")
+        raise SettingsError(f"{place}=0: must be above 0 for {needs_looks[0]} to have an effect")
     if values["drain_timeout_s"] < values["shutdown_timeout_s"]:
         return
     names = ("drain_timeout_s", "shutdown_timeout_s")
@@ -297,6 +371,9 @@ def _unit(field: FieldInfo) -> str:
 
 def _allowed(field: FieldInfo) -> str:
     """What a field accepts, in words."""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and extra.get("allowed"):
+        return str(extra["allowed"])
     if get_origin(field.annotation) is Literal:
         return " or ".join(get_args(field.annotation))
     if field.annotation is bool:

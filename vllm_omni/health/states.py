@@ -69,7 +69,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the history: a move, or an event that moved nothing.
 
     ``seq`` counts all entries from 0. ``wall`` is in seconds since the epoch, ``monotonic`` in
-    seconds of the machine's monotonic clock. ``fault`` is a fault's public form.
+    seconds of the machine's monotonic clock. ``fault`` is a fault's public form. ``detail`` holds
+    the figures of an event that is no fault, as plain JSON values.
     """
 
     seq: int
@@ -79,6 +80,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     monotonic: float
     cause: str
     fault: dict[str, Any] | None = None
+    detail: dict[str, Any] | None = None
 
     @property
     def moved(self) -> bool:
