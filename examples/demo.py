@@ -5,6 +5,7 @@ Run with ``make demo``. Ends with status 0 only if everything went as promised.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -335,6 +336,11 @@ async def demo(console: Console) -> int:
 
 def main() -> int:
     """Run the demo; the exit status."""
+    argparse.ArgumentParser(
+        prog="make demo",
+        description="Serves two stages of a tiny model on this machine's CPU, puts them under "
+        "load, kills one, and shows what everybody gets. Logs are in build/demo.",
+    ).parse_args()
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=110)

@@ -93,7 +93,7 @@ def test_requests_may_end_while_it_drains(serve, termination_log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(serve) -> None:
+def test_a_second_signal_ends_it_at_once(serve, termination_log: Path) -> None:
     async def scenario() -> tuple[Ending | None, list[Member]]:
         async with (
             serve("ar-1", drain_timeout_s=600, shutdown_timeout_s=700) as server,
@@ -111,6 +111,7 @@ def test_a_second_signal_ends_it_at_once(serve) -> None:
     ending, left = asyncio.run(scenario())
     assert ending is not None
     assert (ending.status, left) == (128 + signal.SIGTERM, [])
+    assert json.loads(termination_log.read_text())["exit_status"] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

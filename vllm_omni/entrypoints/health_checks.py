@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from vllm_omni.health.settings import HealthSettings, load, variable
 
 _CLOSING_S = 30
 """Seconds for closing everything after a drain whose length vLLM's option sets."""
+
+_LONGEST_DRAIN_S = 86400 - _CLOSING_S
+"""What leaves ``shutdown_timeout_s`` within its own bounds."""
 
 
 class BadInput(Exception):
@@ -34,6 +39,7 @@ def checked_settings(args: Any) -> HealthSettings:
     settings = _with_plugins(_settings(args))
     _check_termination_log(settings)
     _check_port(args)
+    _check_host(args)
     _check_deploy_file(args)
     _check_api_server_count(args)
     _check_fault_tolerance(args)
@@ -49,16 +55,37 @@ def _settings(args: Any) -> HealthSettings:
             additional = args.additional_config = json.loads(additional)
         except ValueError as exc:
             raise BadUsage(f"--additional-config {additional}: not JSON: {exc}") from None
+    if additional is not None and not isinstance(additional, dict):
+        raise BadUsage(f"--additional-config {json.dumps(additional)}: must be a JSON object")
     argument = additional.pop("health", None) if isinstance(additional, dict) else None
     if argument is not None and not isinstance(argument, dict):
         raise BadInput(f"--additional-config: health must be a JSON object, not {argument!r}")
+    return load(_with_vllms_drain(args, argument))
+
+
+def _with_vllms_drain(args: Any, argument: dict[str, Any] | None) -> dict[str, Any] | None:
+    """vLLM's own option for the time to drain, where nothing of ours says otherwise.
+
+    Taken out of the command line: upstream knows no stage that it could be for.
+    """
     drain = getattr(args, "shutdown_timeout", None)
-    if drain and argument is None and not os.environ.get(variable("drain_timeout_s")):
-        # vLLM's own option for the same thing, where nothing of ours says otherwise.
-        argument = {"drain_timeout_s": drain}
-        if not os.environ.get(variable("shutdown_timeout_s")):
-            argument["shutdown_timeout_s"] = drain + _CLOSING_S
-    return load(argument)
+    if not drain:
+        return argument
+    args.shutdown_timeout = None
+    given = argument or {}
+    if "drain_timeout_s" in given or os.environ.get(variable("drain_timeout_s")):
+        return argument
+    if not 0 < drain <= _LONGEST_DRAIN_S:
+        raise BadUsage(f"--shutdown-timeout {drain}: must be from 0 to {_LONGEST_DRAIN_S}")
+    if "shutdown_timeout_s" in given or os.environ.get(variable("shutdown_timeout_s")):
+        allowed = load(argument).shutdown_timeout_s
+        if drain >= allowed:
+            raise BadInput(
+                f"--shutdown-timeout {drain}: must be below shutdown_timeout_s={allowed:g}, "
+                "which includes draining"
+            )
+        return {**given, "drain_timeout_s": drain}
+    return {**given, "drain_timeout_s": drain, "shutdown_timeout_s": drain + _CLOSING_S}
 
 
 def _with_plugins(settings: HealthSettings) -> HealthSettings:
@@ -75,9 +102,11 @@ def _check_termination_log(settings: HealthSettings) -> None:
     if path is None:
         return
     try:
-        with path.open("a"):
-            pass
+        # Not blocking: it may be a pipe, whose reader has yet to come.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644))
     except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return
         raise BadInput(f"termination_log {path}: cannot be written: {exc.strerror}") from None
 
 
@@ -87,9 +116,19 @@ def _check_port(args: Any) -> None:
         raise BadUsage(f"--port {port}: must be from 0 to 65535")
 
 
+def _check_host(args: Any) -> None:
+    host = getattr(args, "host", None)
+    if not host:
+        return
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        raise BadInput(f"--host {host}: cannot be resolved: {exc}") from None
+
+
 def _check_deploy_file(args: Any) -> None:
     name = getattr(args, "deploy_config", None)
-    if not name:
+    if name is None:
         return
     from vllm_omni.config.stage_config import _DEPLOY_DIR
 

@@ -42,7 +42,24 @@ _socket_folder: str | None = None
 
 def complain(what: object) -> None:
     """One line for the person who started the server."""
-    print(f"vllm serve --omni: {what}", file=PLAIN_STDERR, flush=True)
+    with contextlib.suppress(OSError):  # who has closed stderr does not want to know
+        print(f"vllm serve --omni: {what}", file=PLAIN_STDERR, flush=True)
+
+
+def open_standard_streams() -> None:
+    """Give this process the standard streams that it was started without.
+
+    Else the next file that is opened takes their place, and libraries that print fail.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is given, and that is this one.
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def make_socket_folder() -> None:
@@ -98,15 +115,29 @@ def leave(runtime: HealthRuntime, status: int) -> None:
         logger.error("[health] killed stage processes that were left: %s", left)
     runtime.stop()
     remove_socket_folder()
-    write_reason(
-        _stated_fault(runtime, status), status, runtime.settings.termination_log, PLAIN_STDERR
-    )
+    state_reason(runtime, status)
 
     def enforce() -> None:
         time.sleep(min(_INTERPRETER_EXIT_S, runtime.shutdown_left()))
         end_process(status)
 
     threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
+
+
+def state_reason(runtime: HealthRuntime, status: int) -> None:
+    """Write why the server ends with ``status``, to stderr and to the termination log."""
+    fault = _stated_fault(runtime, status)
+    write_reason(fault, status, runtime.settings.termination_log, PLAIN_STDERR)
+
+
+def note_reason(runtime: HealthRuntime) -> None:
+    """Write the fault of a service that is dead to the termination log, before the end.
+
+    Whoever kills the server in its grace, or while it holds, has the reason then.
+    """
+    fault = runtime.machine.reason
+    if fault is not None:
+        write_reason(fault, fault.kind.exit_status, runtime.settings.termination_log, None)
 
 
 def _stated_fault(runtime: HealthRuntime, status: int) -> Fault | None:

@@ -77,8 +77,8 @@ async def answer_probe(runtime: HealthRuntime, scope: Scope, path: str, send: Se
 
 
 def retry_after(runtime: HealthRuntime) -> str:
-    """The value of a ``Retry-After`` header: whole seconds, at least one."""
-    return str(max(1, round(runtime.settings.retry_after_s)))
+    """The value of a ``Retry-After`` header: whole seconds."""
+    return str(runtime.settings.retry_after_s)
 
 
 async def send_json(

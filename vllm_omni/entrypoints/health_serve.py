@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.health_exit import (
     end_now,
     leave,
     make_socket_folder,
+    open_standard_streams,
     remove_socket_folder,
 )
 from vllm_omni.entrypoints.health_start import START_FAILED, StartGuard, describe
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 def serve(args: Any) -> NoReturn:
     """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
+    open_standard_streams()
     try:
         settings = checked_settings(args)
         # Child processes have no command line of ours.

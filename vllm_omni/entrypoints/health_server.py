@@ -16,7 +16,13 @@ from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
-from vllm_omni.entrypoints.health_exit import end_now, end_process, remove_socket_folder
+from vllm_omni.entrypoints.health_exit import (
+    end_now,
+    end_process,
+    note_reason,
+    remove_socket_folder,
+    state_reason,
+)
 from vllm_omni.entrypoints.request_guard import RequestGuard
 from vllm_omni.health import seams
 from vllm_omni.health.machine import State
@@ -70,6 +76,7 @@ class _Reasons:
         logger.error("[health] second signal: ending at once")
         self._runtime.supervisor.kill_all()
         remove_socket_folder()
+        state_reason(self._runtime, 128 + signum)
         end_process(128 + signum)
 
 
@@ -109,6 +116,8 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
     # error handling, at milliseconds a request, and it cannot know the requests that are still
     # being prepared, or send anything when its thread is stuck.
     await guard.fail_all_by_fault()
+    await asyncio.sleep(runtime.machine.settles_in())
+    note_reason(runtime)
     if settings.policy == "hold":
         logger.error("[health] the service is dead; holding with 503 until told to stop")
         await reasons.signalled.wait()

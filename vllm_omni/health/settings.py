@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -332,9 +333,21 @@ def _checked(name: str, value: Any, place: str, *, strict: bool) -> Any:
     if isinstance(checked, Path):
         checked = checked.absolute()
         # Better now than when there is a reason to write.
-        if checked.is_dir() or not checked.parent.is_dir():
+        try:
+            usable = not stat.S_ISDIR(_mode(checked)) and stat.S_ISDIR(_mode(checked.parent))
+        except (OSError, ValueError):  # no name for a file
+            usable = False
+        if not usable:
             raise SettingsError(f"{place}={_shown(value)}: must be a file in a folder that exists")
     return checked
+
+
+def _mode(path: Path) -> int:
+    """The file's mode, 0 where there is none; raises for what cannot be a file's name."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _check_together(values: Mapping[str, Any], places: Mapping[str, str]) -> None:

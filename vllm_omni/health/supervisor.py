@@ -11,6 +11,7 @@ import collections
 import logging
 import os
 import selectors
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -368,6 +369,12 @@ class Supervisor:
     def _ending(self, watched: WatchedProcess, status: ExitStatus) -> None:
         if watched.judged:
             return
+        if watched.role == "worker" and status.signal_number == signal.SIGKILL:
+            # Workers end with their engine core, and may be seen to before it.
+            for core in list(self._replicas[watched.key].processes):
+                core_status = None if core.role == "worker" else exit_under_way(core.identity)
+                if core_status is not None:
+                    self._ending(core, core_status)
         watched.judged = True
         for pipe in list(self._replicas[watched.key].words):
             self._read_words(pipe)

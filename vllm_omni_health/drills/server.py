@@ -16,10 +16,13 @@ from typing import Any
 import httpx
 
 from vllm_omni_health.drills.chat import new_client
-from vllm_omni_health.drills.tree import Member, ProcessId, ProcessTree
+from vllm_omni_health.drills.tree import Member, ProcessId, ProcessTree, Role
 
 READY_POLL_S = 0.25
 GONE_POLL_S = 0.02
+
+_CLEANED_UP_S = 3.0
+"""How long Python's resource tracker may take to remove what the killed processes have left."""
 
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that got SIGKILL, memory of gigabytes freed."""
@@ -156,14 +159,19 @@ class Server:
         return self.tree.root.send(signum)
 
     def kill(self) -> None:
-        """SIGKILL the server and every process of it. Does not wait; safe at any time."""
-        self.tree.kill()
+        """SIGKILL the server and its stages' processes. Does not wait; safe at any time.
+
+        Python's own helpers end when they see that, having cleaned up after the others.
+        """
+        self.tree.kill(role for role in Role if role is not Role.HELPER)
 
     async def close(self) -> None:
         """Make sure that nothing of the server is left."""
-        self.tree.kill()
+        self.kill()
         await self.wait_end(_KILLED_S)
         # Twice: a process may have been started while the first list was gone through.
+        self.kill()
+        await self.wait_processes_gone(_CLEANED_UP_S)
         self.tree.kill()
         await self.wait_processes_gone(_KILLED_S)
         await self.client.aclose()
