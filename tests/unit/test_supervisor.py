@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import pytest
@@ -17,13 +18,18 @@ from vllm_omni.health.supervisor import Supervisor
 
 WAIT_S = 20
 
-STAGE = """
+STAGE = '''
 import os, subprocess, sys, threading, time
 os.setpgid(0, 0)
 words = int(sys.argv[1])
-worker = subprocess.Popen(
-    [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL
-)
+SLEEPER = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+worker = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE)
+worker.stdout.readline()
 os.write(words, b'{"workers":[{"rank":0,"pid":%d}]}\\n' % worker.pid)
 for _ in range(3):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -36,7 +42,7 @@ if command == "thread":
     threading.Thread(target=print, args=("done",), kwargs={"flush": True}).start()
     sys.stdin.readline()
 os._exit(int(command or 0))
-"""
+'''
 
 
 class Stage:
@@ -135,6 +141,34 @@ def test_a_killed_worker_loses_its_replica(server_with):
     fault = server.wait_for_state(State.DEAD).fault
     assert (fault.kind, fault.role, fault.rank) == (FaultKind.PROCESS_LOST, "worker", 0)
     assert (fault.pid, fault.signal) == (server.stages[0].worker, "SIGKILL")
+
+
+def test_a_worker_that_went_with_its_engine_core_is_not_the_cause(server_with):
+    """The kernel kills it when its parent ends, and may be done with it first."""
+    server = server_with()
+    stage = server.stages[0]
+    both_ended = threading.Event()
+    server.supervisor._do(lambda: both_ended.wait(WAIT_S))
+    for pid in (stage.worker, stage.process.pid):
+        os.kill(pid, signal.SIGKILL)
+        until_ended(pid)
+    both_ended.set()
+    fault = server.wait_for_state(State.DEAD).fault
+    assert (fault.role, fault.pid) == ("engine core", stage.process.pid)
+
+
+def until_ended(pid):
+    """Wait until a process is a zombie, or gone."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] in "ZX":
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{pid} does not end")
 
 
 def test_what_the_process_said_before_it_ended_is_the_reason(server_with):

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from vllm_omni.engine.diffusion_client import diffusion_ping
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
 from vllm_omni.engine.liveness import PING, LivenessMonitor, Ping
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
+from vllm_omni.engine.off_loop import call_soon, in_thread
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.engine.output_bell import OutputBell, RingingQueue
 from vllm_omni.engine.output_readers import OutputReadersMixin
@@ -102,7 +102,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         """Upstream's loop, woken by every move of the machine. Owns the tasks that close stages."""
         loop = asyncio.get_running_loop()
         # The machine calls from any thread; this loop may be closed by then.
-        unsubscribe = self._health.machine.observe(lambda _move: _call_soon(loop, self._wake.set))
+        unsubscribe = self._health.machine.observe(lambda _move: call_soon(loop, self._wake.set))
         self._health.orchestrator_beat.start(loop)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as self._tasks:
@@ -350,7 +350,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             # Not before the reason has settled: its processes may be stating it right now.
             await asyncio.sleep(self._health.settings.settle_s)
             supervisor.kill_replica(stage_id, replica_id)
-        done = _in_thread(client.shutdown, f"close-stage{stage_id}-replica{replica_id}")
+        done = in_thread(client.shutdown, f"close-stage{stage_id}-replica{replica_id}")
         try:
             async with asyncio.timeout(_CLIENT_CLOSE_S):
                 await done
@@ -371,40 +371,6 @@ def _ping_of(client: Any) -> Ping | None:
     """How the replica behind a client is asked whether it is alive."""
     call_utility = getattr(client, "call_utility_async", None)
     return diffusion_ping(client) if call_utility is None else partial(call_utility, PING)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> None:
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
-
-
-def _in_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
-    """Run blocking work on a daemon thread of its own.
-
-    Not on the loop's executor: its threads are joined when the loop and the interpreter end,
-    and work that never returns would then hold both up.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def finish(exc: BaseException | None) -> None:
-        if future.done():
-            return
-        if exc is None:
-            future.set_result(None)
-        else:
-            future.set_exception(exc)
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as exc:
-            _call_soon(loop, partial(finish, exc))
-        else:
-            _call_soon(loop, partial(finish, None))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 class HealthOrchestrator(HealthOrchestratorMixin, Orchestrator):
