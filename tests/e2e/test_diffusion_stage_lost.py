@@ -54,13 +54,19 @@ def case(deployment, injection, *, slow=False):
         case(INLINE, ImageMark(0, "error", after_s=4), slow=True),
         case(MP, ImageMark(0, "oom", after_s=4)),
         case(MP, ImageMark(0, "error", after_s=4), slow=True),
-        case(MP, ImageMark(0, "exit", after_s=4), slow=True),
+        *[
+            case(MP, ImageMark(0, word, after_s=4), slow=True)
+            for word in ("exit", "kill", "accelerator", "collective")
+        ],
         # What upstream makes a text of, and serves on after.
         case(STEPS, ImageMark(0, "oom", after_s=4, preparing=True), slow=True),
         case(STEPS_MP, ImageMark(0, "accelerator", after_s=4, preparing=True), slow=True),
         case(STEPS_MP, ImageMark(0, "oom", after_s=4), slow=True),
         case(BEHIND_AR, ImageMark(1, "oom", after_s=4)),
-        case(BEHIND_AR, ImageMark(1, "kill", after_s=4), slow=True),
+        *[
+            case(BEHIND_AR, ImageMark(1, word, after_s=4), slow=True)
+            for word in ("kill", "exit", "accelerator", "collective", "error")
+        ],
     ],
 )
 def test_fatal_fault_in_a_step_fails_all_and_ends_the_server(
@@ -94,14 +100,18 @@ def test_fatal_fault_in_a_step_fails_all_and_ends_the_server(
         case(MP, Signal(stage_id=0, role=Role.WORKER)),
         case(BEHIND_AR, Signal(stage_id=1)),
         case(BEHIND_AR, Signal(stage_id=0), slow=True),
+        *[
+            case(BEHIND_AR, ImageMark(0, word), slow=True)
+            for word in ("oom", "accelerator", "collective", "error", "exit", "kill")
+        ],
     ],
 )
-def test_killed_process_fails_all_and_ends_the_server(
+def test_fault_during_steps_fails_all_and_ends_the_server(
     serve, termination_log: Path, deployment: str, stages: tuple[int, ...], injection: Injection
 ) -> None:
     last = len(stages) - 1
     requests = [ImageRequest.slow(last), ImageRequest.slow(last)]
-    fault = ExpectedFault("process_lost", injection.stage_id)
+    fault = ExpectedFault(injection.kind, injection.stage_id)
 
     async def drill() -> tuple[Server, Findings]:
         async with serve(deployment, exit_grace_s=2) as server:
@@ -115,7 +125,13 @@ def test_killed_process_fails_all_and_ends_the_server(
 
 @pytest.mark.parametrize(
     "kind",
-    ["process_lost", pytest.param("oom", marks=pytest.mark.slow)],
+    [
+        "process_lost",
+        *[
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("oom", "accelerator", "collective", "engine")
+        ],
+    ],
 )
 def test_one_of_two_replicas_is_lost_then_the_other(
     serve, termination_log: Path, kind: str
@@ -126,7 +142,7 @@ def test_one_of_two_replicas_is_lost_then_the_other(
     def injection(replica_id: int) -> Injection:
         if kind == "process_lost":
             return Signal(stage_id=0, replica_id=replica_id)
-        return ImageMark(0, kind, after_s=2)
+        return ImageMark(0, "error" if kind == "engine" else kind, after_s=2)
 
     async def drill() -> tuple[Server, Findings, Findings]:
         async with (

@@ -49,7 +49,11 @@ FATAL = [
     # The exception's class survives, from a worker's forward pass to the exit status.
     case(AR_1, Mark(stage_id=0, word="oom")),
     *[case(AR_1, Mark(stage_id=0, word=word), slow=True) for word in WORDS],
-    *[case(AR_3, Mark(stage_id=stage, word="oom"), slow=True) for stage in range(3)],
+    *[
+        case(AR_3, Mark(stage_id=stage, word=word), slow=True)
+        for stage in range(3)
+        for word in ("oom", *WORDS)
+    ],
     # Of rank 1 nobody reads what its calls end in.
     case(TP_2, Mark(stage_id=0, word="oom", rank=1)),
     *[case(TP_2, Mark(stage_id=0, word=word, rank=1), slow=True) for word in ("error", *WORDS)],
