@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni.engine import stage_memory
+from vllm_omni.engine.stage_core import HealthStageEngineCoreProc
 from vllm_omni.health.memory.reports import Reports, reports_folder
 
 MIB = 1 << 20
@@ -174,3 +176,24 @@ def test_a_diffusion_worker_on_cpu_reports_its_pipeline(monkeypatch: pytest.Monk
     assert stage_memory.of_process() == []
     runner.pipeline = None
     assert stage_memory.of_process(wrapper) == []
+
+
+def test_workers_are_asked_only_when_there_was_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's workers wait for the next call at full speed for a second after each."""
+    asked: list[Any] = []
+
+    def figures(engine_core: Any) -> dict[str, int]:
+        asked.append(engine_core)
+        return {"n": len(asked)}
+
+    monkeypatch.setattr(stage_memory, "figures", figures)
+    monkeypatch.setattr(EngineCoreProc, "_process_engine_step", lambda _self: True)
+    engine: Any = object.__new__(HealthStageEngineCoreProc)
+    engine.scheduler = SimpleNamespace(has_requests=lambda: True)
+    assert [engine.health_ping(), engine.health_ping()] == [{"n": 1}] * 2
+    engine._process_engine_step()
+    engine._process_engine_step()
+    assert [engine.health_ping(), engine.health_ping()] == [{"n": 2}] * 2
+    engine.scheduler.has_requests = lambda: False
+    engine._process_engine_step()
+    assert engine.health_ping() == {"n": 2}

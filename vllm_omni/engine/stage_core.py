@@ -60,12 +60,26 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoRetur
 class HealthStageEngineCoreProc(StageEngineCoreProc):
     """Upstream's engine core, with typed last messages."""
 
+    _steps = 0
+    _memory: tuple[int, dict[str, Any]] | None = None
+    """What was answered to the last ping that found something new, and after how many steps."""
+
     def health_ping(self) -> dict[str, Any]:
         """A utility method: the busy loop answers it between steps, so it turns.
 
-        The answer says what memory this stage holds, as far as it knows.
+        The answer says what memory this stage holds, as far as it knows. Workers are asked only
+        if there was a step since they last were: what they hold does not change without one, and
+        vLLM's workers wait for a second at full speed for the call that may follow any call.
         """
-        return stage_memory.figures(self)
+        if self._memory is None or self._memory[0] != self._steps:
+            self._memory = (self._steps, stage_memory.figures(self))
+        return self._memory[1]
+
+    def _process_engine_step(self) -> Any:
+        """Upstream's: one turn of the busy loop that may run a step."""
+        if self.scheduler.has_requests():
+            self._steps += 1
+        return super()._process_engine_step()
 
     def process_input_sockets(self, *args: Any, **kwargs: Any) -> None:
         """Upstream's, on a thread of its own."""

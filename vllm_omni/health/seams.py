@@ -155,7 +155,7 @@ STAGE_PROCESS = (
         "vllm_omni.engine.stage_engine_core_proc:StageEngineCoreProc",
         "vllm_omni.engine.stage_core:HealthStageEngineCoreProc",
         why="an engine core that fails states a typed fault before ENGINE_CORE_DEAD",
-        members=("_send_engine_dead", "run_stage_core", "run_busy_loop"),
+        members=("_send_engine_dead", "run_stage_core", "run_busy_loop", "_process_engine_step"),
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main",
