@@ -321,8 +321,8 @@ def test_every_setting_is_described() -> None:
         assert row.description
         assert row.allowed
         units = {"s": "seconds", "pct": "percent"}
-        if row.name != "error_budget":
-            assert row.unit == units.get(row.name.rpartition("_")[2], "")
+        units["budget"] = "failed requests"
+        assert row.unit == units.get(row.name.rpartition("_")[2], "")
     assert rows["exit_grace_s"].default == "5"
     assert rows["degraded_is_unhealthy"].default == "false"
     assert rows["termination_log"].default == ""
