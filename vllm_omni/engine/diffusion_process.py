@@ -19,7 +19,7 @@ from vllm_omni.engine.diffusion_client import fault_message
 from vllm_omni.engine.diffusion_engine_health import set_process_outlet
 from vllm_omni.engine.diffusion_faults import as_fatal, fault_of
 from vllm_omni.engine.liveness import PING
-from vllm_omni.engine.process_exit import leave
+from vllm_omni.engine.process_exit import end_process_groups, leave
 from vllm_omni.health import seams
 from vllm_omni.health.faults import Fault
 from vllm_omni.health.last_words import LastWordsWriter, own_words, speak_through
@@ -50,6 +50,7 @@ def run_diffusion_stage(*args: Any, last_words: Any = None, **kwargs: Any) -> No
         if not _stated:
             _say(as_fatal(fault_of(exc, role="diffusion engine", pid=os.getpid())))
         traceback.print_exc()
+    end_process_groups(failed=status != 0)
     leave(status)
 
 

@@ -17,7 +17,7 @@ from vllm_omni.engine.diffusion_engine_health import replica_being_started
 from vllm_omni.engine.diffusion_faults import as_fatal, envelope, fault_of
 from vllm_omni.engine.diffusion_progress import watch_steps
 from vllm_omni.engine.diffusion_steps import type_failures
-from vllm_omni.engine.process_exit import leave
+from vllm_omni.engine.process_exit import end_process_groups, leave, leaving_in_time
 from vllm_omni.engine.stage_memory import report_regularly
 from vllm_omni.engine.watched_process import WatchedProcessMixin
 from vllm_omni.health import seams
@@ -93,6 +93,7 @@ def run_diffusion_worker(*args: Any, last_words: Any = None, **kwargs: Any) -> N
     except BaseException as exc:
         _say(as_fatal(fault_of(exc, role="worker", rank=int(args[0]), pid=os.getpid())))
         traceback.print_exc()
+    end_process_groups(failed=status != 0)
     leave(status)
 
 
@@ -107,6 +108,14 @@ class HealthDiffusionWorkerProc(WorkerProc):
 
     A fatal fault is also stated as last words: of most ranks nobody reads the answers.
     """
+
+    _failed = False
+    """Whether this worker had a fatal fault, after which its peers cannot be counted on."""
+
+    def shutdown(self) -> None:
+        """Upstream's, which destroys the process groups: never blocked by a peer that is gone."""
+        with leaving_in_time(failed=self._failed):
+            super().shutdown()
 
     def _create_worker(self, *args: Any, **kwargs: Any) -> Any:
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
@@ -144,5 +153,6 @@ class HealthDiffusionWorkerProc(WorkerProc):
             device=None if device is None else str(device),
             memory=memory_figures(),
         )
+        self._failed = self._failed or fault.fatal
         _say(fault)
         return envelope(exc, fault)

@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni.engine import stage_memory
 from vllm_omni.engine.device_memory import memory_figures
 from vllm_omni.engine.fault_channel import fault_outputs
-from vllm_omni.engine.process_exit import destroy_process_groups, leave
+from vllm_omni.engine.process_exit import end_process_groups, leave
 from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.classify import fault_from_exception
@@ -53,7 +53,7 @@ def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoRetur
         _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
         traceback.print_exc()
     # With the worker in this process the groups are this process's, and upstream leaves them.
-    destroy_process_groups()
+    end_process_groups(failed=status != 0)
     leave(status)
 
 

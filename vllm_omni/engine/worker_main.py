@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm_omni.engine.device_memory import memory_figures
-from vllm_omni.engine.process_exit import leave
+from vllm_omni.engine.process_exit import end_process_groups, leave, leaving_in_time
 from vllm_omni.engine.worker_faults import FaultText, WorkerError
 from vllm_omni.health import seams
 from vllm_omni.health.classify import fault_from_exception
@@ -71,6 +71,7 @@ def run_worker(*args: Any, **kwargs: Any) -> NoReturn:
         status = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
     except BaseException:
         traceback.print_exc()
+    end_process_groups(failed=status != 0)
     leave(status)
 
 
@@ -80,6 +81,8 @@ class HealthWorkerProc(WorkerProc):
     _reply_rank: int | None = None
     """The rank whose answer to the present call is read; None for all."""
     _told_to_end: threading.Event | None = None
+    _failed = False
+    """Whether this worker had a fatal fault, after which its peers cannot be counted on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rank = int(kwargs.get("rank", 0))
@@ -110,6 +113,11 @@ class HealthWorkerProc(WorkerProc):
         except Exception as exc:
             self._say(self._fault(exc))
             raise
+
+    def shutdown(self) -> None:
+        """Upstream's, which destroys the process groups: never blocked by a peer that is gone."""
+        with leaving_in_time(failed=self._failed):
+            super().shutdown()
 
     def _execute_worker_rpc(self, rpc_request: tuple[Any, ...]) -> None:
         *call, self._reply_rank = rpc_request
@@ -144,7 +152,7 @@ class HealthWorkerProc(WorkerProc):
     def _fault(self, exc: BaseException) -> Fault:
         worker = getattr(self, "worker", None)
         device = getattr(getattr(worker, "worker", worker), "device", None)
-        return fault_from_exception(
+        fault = fault_from_exception(
             exc,
             role="worker",
             rank=self.rank,
@@ -152,9 +160,13 @@ class HealthWorkerProc(WorkerProc):
             device=None if device is None else str(device),
             memory=memory_figures(),
         )
+        self._failed = self._failed or (fault.fatal and not self._is_told_to_end())
+        return fault
 
     def _say(self, fault: Fault) -> None:
         words = own_words()
-        told_to_end = self._told_to_end is not None and self._told_to_end.is_set()
-        if words is not None and fault.fatal and not told_to_end:
+        if words is not None and fault.fatal and not self._is_told_to_end():
             words.fault(fault)
+
+    def _is_told_to_end(self) -> bool:
+        return self._told_to_end is not None and self._told_to_end.is_set()

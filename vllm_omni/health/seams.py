@@ -139,7 +139,7 @@ DIFFUSION_WORKER = (
         "vllm_omni.diffusion.worker.diffusion_worker:WorkerProc",
         "vllm_omni.engine.diffusion_workers:HealthDiffusionWorkerProc",
         why="a diffusion worker's exception reaches its engine with its class",
-        members=("worker_main", "_create_worker", "_enqueue_result"),
+        members=("worker_main", "shutdown", "_create_worker", "_enqueue_result"),
     ),
 )
 
@@ -178,6 +178,7 @@ WORKER = (
         why="a worker's exception reaches its engine core, or the server, with its class",
         members=(
             "worker_main",
+            "shutdown",
             "monitor_death_pipe",
             "worker_busy_loop",
             "async_output_busy_loop",
