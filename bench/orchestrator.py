@@ -89,7 +89,7 @@ class Service:
     def __enter__(self) -> Service:
         if self._variant.layer:
             from vllm_omni.health.runtime import HealthRuntime, set_current
-            from vllm_omni.health.settings import HealthSettings
+            from vllm_omni.health.settings.model import HealthSettings
 
             self.runtime = HealthRuntime(HealthSettings())
             set_current(self.runtime)
@@ -134,7 +134,7 @@ class Service:
         self.pool = StagePool(0, list(self.stages))
         orchestrator_class: type[Any] = Orchestrator
         if self._variant.layer:
-            from vllm_omni.engine.health_orchestrator import HealthOrchestrator
+            from vllm_omni.engine.health.orchestrator import HealthOrchestrator
 
             orchestrator_class = HealthOrchestrator
         self.orchestrator = orchestrator_class(
@@ -254,7 +254,7 @@ def sweep(replicas: int) -> Sweep:
 
 
 async def _sweep(replicas: int) -> tuple[float, float]:
-    from vllm_omni.health.faults import Fault, FaultKind
+    from vllm_omni.health.faults.fault import Fault, FaultKind
 
     with Service(LAYER, replicas) as service:
         service.admit(PENDING)
@@ -298,7 +298,7 @@ def main() -> int:
     console = Console()
     logging.disable(logging.ERROR)
     with console.status("loading vllm_omni"):
-        import vllm_omni.engine.health_orchestrator  # noqa: F401
+        import vllm_omni.engine.health.orchestrator  # noqa: F401
     # As vLLM's API server does once it is up: a full collection of everything that was imported
     # stands in nobody's way then.
     gc.collect()

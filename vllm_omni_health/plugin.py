@@ -34,7 +34,7 @@ def register() -> None:
     if not _starting_omni_server():
         return
     from vllm_omni.health import seams
-    from vllm_omni.health.settings import SettingsError, enabled
+    from vllm_omni.health.settings.model import SettingsError, enabled
 
     try:
         if not enabled():

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_omni.engine import stage_memory
-from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.engine.health import stage_memory
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.settings import load
+from vllm_omni.health.settings.model import load
+from vllm_omni.health.state.machine import HealthMachine, State
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.drills.hog import hogging

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import janus
-from vllm_omni.engine.health_orchestrator import HealthOrchestrator
+from vllm_omni.engine.health.orchestrator import HealthOrchestrator
 from vllm_omni.engine.messages import ErrorMessage, ShutdownRequestMessage
 from vllm_omni.engine.orchestrator import OrchestratorRequestState
 from vllm_omni.engine.stage_pool import StagePool
-from vllm_omni.health.faults import Fault, FaultKind
+from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
 
 WAIT_S = 20
 

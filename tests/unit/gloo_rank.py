@@ -14,7 +14,7 @@ os.dup2(2, 1)
 
 import torch  # noqa: E402
 import torch.distributed  # noqa: E402
-from vllm_omni.engine import process_exit  # noqa: E402
+from vllm_omni.engine.health import process_exit  # noqa: E402
 
 
 def main() -> None:

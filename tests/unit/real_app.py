@@ -16,18 +16,18 @@ import httpx
 import numpy as np
 import uvicorn
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm_omni.engine.health.failed_messages import note
 from vllm_omni.engine.messages import ErrorMessage
-from vllm_omni.engine.request_failures import note
+from vllm_omni.entrypoints.health.http.guard import RequestGuard
 from vllm_omni.entrypoints.omni_base import OmniEngineDeadError
 from vllm_omni.entrypoints.openai import api_server
 from vllm_omni.entrypoints.openai.serving_audio_generate import OmniOpenAIServingAudioGenerate
 from vllm_omni.entrypoints.openai.serving_speech import OmniOpenAIServingSpeech
 from vllm_omni.entrypoints.openai.serving_speech_stream import OmniStreamingSpeechHandler
 from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
-from vllm_omni.entrypoints.request_guard import RequestGuard
 from vllm_omni.errors import client_error_from_metadata
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.utils.tracking_parser import TrackingArgumentParser
 
 

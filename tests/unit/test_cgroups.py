@@ -9,11 +9,11 @@ import uuid
 from pathlib import Path
 
 import pytest
-from vllm_omni.health.cgroups import OomKills
-from vllm_omni.health.faults import FaultKind
-from vllm_omni.health.machine import HealthMachine, State
-from vllm_omni.health.processes import ExitStatus
-from vllm_omni.health.supervisor import Supervisor
+from vllm_omni.health.faults.fault import FaultKind
+from vllm_omni.health.processes.cgroups import OomKills
+from vllm_omni.health.processes.process import ExitStatus
+from vllm_omni.health.processes.supervisor import Supervisor
+from vllm_omni.health.state.machine import HealthMachine, State
 
 WAIT_S = 20
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_omni.health import classify as module
-from vllm_omni.health.classify import (
+from vllm_omni.health.faults import classify as module
+from vllm_omni.health.faults.classify import (
     CHAIN_LIMIT,
     DEFAULT_CLASSES,
     DEFAULT_CODES,
@@ -27,7 +27,7 @@ from vllm_omni.health.classify import (
     fault_from_exception,
     walk,
 )
-from vllm_omni.health.faults import Fault, FaultError, FaultKind, Severity
+from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
 
 
 def named(dotted: str, *bases: type[BaseException], **namespace: Any) -> type[BaseException]:

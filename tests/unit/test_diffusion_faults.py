@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from vllm_omni.diffusion.data import DiffusionRequestAbortedError
-from vllm_omni.engine.diffusion_faults import (
+from vllm_omni.engine.health.diffusion.faults import (
     WorkerError,
     as_fatal,
     envelope,
@@ -17,7 +17,7 @@ from vllm_omni.engine.diffusion_faults import (
     worker_lost,
 )
 from vllm_omni.errors import GuardrailViolationError, OmniClientError
-from vllm_omni.health.faults import Fault, FaultError, FaultKind, Severity
+from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
 
 
 def raised(exc, cause=None):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
-from vllm_omni.engine.diffusion_faults import envelope, fault_of
-from vllm_omni.engine.diffusion_steps import open_envelopes, type_failures
-from vllm_omni.engine.worker_faults import WorkerError
+from vllm_omni.engine.health.ar.envelope import WorkerError
+from vllm_omni.engine.health.diffusion.faults import envelope, fault_of
+from vllm_omni.engine.health.diffusion.steps import open_envelopes, type_failures
 from vllm_omni.errors import OmniClientError
-from vllm_omni.health.faults import FaultKind
+from vllm_omni.health.faults.fault import FaultKind
 
 
 class Pipeline(torch.nn.Module):

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from vllm_omni.health.faults import FaultKind
-from vllm_omni.health.settings import describe
+from vllm_omni.health.faults.fault import FaultKind
+from vllm_omni.health.settings.model import describe
 
 OPERATING = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
 

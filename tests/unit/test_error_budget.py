@@ -1,11 +1,11 @@
 """Requests that fail one by one: counted in a window, told to the machine, forgotten in time."""
 
 import pytest
-from vllm_omni.health.error_budget import ErrorBudget
-from vllm_omni.health.faults import REQUEST_SENTENCE, Fault, FaultKind, Severity
-from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind, Severity
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
+from vllm_omni.health.state.error_budget import ErrorBudget
+from vllm_omni.health.state.machine import HealthMachine, State
 
 FAILED = Fault(kind=FaultKind.ENGINE, severity=Severity.REQUEST, stage_id=0, message="a prompt")
 

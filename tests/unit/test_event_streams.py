@@ -1,7 +1,7 @@
 """Where a stream of events ends, by the events that upstream's routes end theirs with."""
 
 import pytest
-from vllm_omni.entrypoints.event_streams import before_the_end
+from vllm_omni.entrypoints.health.http.event_streams import before_the_end
 
 PIECE = b'data: {"choices": [{"delta": {"content": "an error: it failed"}}], "error": null}\n\n'
 

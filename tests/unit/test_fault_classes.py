@@ -6,12 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from vllm_omni.engine import diffusion_faults
-from vllm_omni.entrypoints.health_checks import BadInput, checked_settings
-from vllm_omni.health import fault_classes
-from vllm_omni.health.classify import classify, fault_from_exception
-from vllm_omni.health.faults import FaultKind, Severity
-from vllm_omni.health.settings import SettingsError, load, variable
+from vllm_omni.engine.health.diffusion import faults as diffusion_faults
+from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
+from vllm_omni.health.faults import classes as fault_classes
+from vllm_omni.health.faults.classify import classify, fault_from_exception
+from vllm_omni.health.faults.fault import FaultKind, Severity
+from vllm_omni.health.settings.model import SettingsError, load, variable
 
 NAME = f"{__name__}.VendorError"
 
@@ -114,7 +114,7 @@ def test_json_of_another_shape_is_told_in_one_line():
 
 def test_child_processes_classify_by_their_environment():
     code = (
-        "from vllm_omni.health.classify import fault_from_exception\n"
+        "from vllm_omni.health.faults.classify import fault_from_exception\n"
         "class VendorError(RuntimeError): pass\n"
         "print(fault_from_exception(VendorError()).kind.value)\n"
     )

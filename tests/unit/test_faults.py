@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_omni.health.faults import (
+from vllm_omni.health.faults.fault import (
     BASES_LIMIT,
     MESSAGE_LIMIT,
     NAME_LIMIT,

@@ -4,10 +4,10 @@ import asyncio
 import json
 
 import pytest
-from vllm_omni.entrypoints.held_errors import HeldAnswer, content_type, is_error
-from vllm_omni.health.faults import REQUEST_SENTENCE, Fault, FaultKind
+from vllm_omni.entrypoints.health.http.held_errors import HeldAnswer, content_type, is_error
+from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
 
 OOM = Fault(kind=FaultKind.OOM, stage_id=0, replica_id=0)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import websockets
 from real_app import build_app, serving
-from vllm_omni.health.faults import REQUEST_SENTENCE, Fault, FaultKind
+from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,7 +144,7 @@ def test_raw_audio_breaks_off(app):
 
 def test_a_stream_that_a_route_does_not_end_is_ended(app, monkeypatch):
     """A route that swallows the failure and waits on."""
-    monkeypatch.setattr("vllm_omni.entrypoints.request_guard._REACT_S", 0.2)
+    monkeypatch.setattr("vllm_omni.entrypoints.health.http.guard._REACT_S", 0.2)
 
     async def scenario():
         async with serving(app, replicas=2) as service:

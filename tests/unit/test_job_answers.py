@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
-from vllm_omni.entrypoints.job_answers import JobAnswer
-from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.request_faults import RequestFaults, is_request_of
+from vllm_omni.entrypoints.health.http.job_answers import JobAnswer
+from vllm_omni.health.faults.by_request import RequestFaults, is_request_of
+from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
 
 OOM = Fault(kind=FaultKind.OOM, stage_id=0, replica_id=0)
 JOB = "resp_1f"

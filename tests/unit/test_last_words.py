@@ -4,8 +4,8 @@ import os
 import select
 
 import pytest
-from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.last_words import LastWordsReader, LastWordsWriter, WorkerRef
+from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.processes.last_words import LastWordsReader, LastWordsWriter, WorkerRef
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
-from vllm_omni.health.loops import BEAT_S, LoopBeat, LoopWatch
-from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
+from vllm_omni.health.state.machine import HealthMachine, State
 
 WAIT_S = 20
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from vllm_omni.health import journal
-from vllm_omni.health.faults import Fault, FaultKind, Severity
-from vllm_omni.health.machine import (
+from vllm_omni.health.faults.fault import Fault, FaultKind, Severity
+from vllm_omni.health.state import journal
+from vllm_omni.health.state.machine import (
     HealthMachine,
     InvalidTransition,
     ReplicaState,

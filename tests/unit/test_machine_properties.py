@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_omni.health.faults import Fault, FaultKind, Severity
-from vllm_omni.health.machine import (
+from vllm_omni.health.faults.fault import Fault, FaultKind, Severity
+from vllm_omni.health.state.machine import (
     HealthMachine,
     InvalidTransition,
     ReplicaState,

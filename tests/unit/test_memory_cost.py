@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from vllm_omni.entrypoints.request_cost import cost_of
+from vllm_omni.entrypoints.health.http.request_cost import cost_of
 from vllm_omni.health.memory.cost import Admission, Cost, Ticket
 from vllm_omni.health.memory.view import DeviceRow
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from fake_nvml import GIB, FakeNvml, Gpu
 from prometheus_client import CollectorRegistry
-from vllm_omni.health.faults import process_lost
-from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.faults.fault import process_lost
 from vllm_omni.health.memory import metrics
 from vllm_omni.health.memory.floor import Floor
 from vllm_omni.health.memory.ownership import owned
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.settings import load
+from vllm_omni.health.settings.model import load
+from vllm_omni.health.state.machine import HealthMachine, State
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.devices.simulated import SimulatedDevice

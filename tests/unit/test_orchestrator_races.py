@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.engine.messages import AbortRequestMessage, ErrorMessage
-from vllm_omni.health.machine import ReplicaState, State
+from vllm_omni.health.state.machine import ReplicaState, State
 from vllm_omni.outputs import OmniRequestOutput
 
 REPLICAS = 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
-from vllm_omni.engine.output_readers import Output, OutputReaders
+from vllm_omni.engine.health.output_readers import Output, OutputReaders
 from vllm_omni.engine.stage_pool import StagePool
 
 WAIT_S = 20

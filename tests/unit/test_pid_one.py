@@ -19,9 +19,9 @@ time.sleep(600)
 
 SERVER = f"""
 import json, os, signal, subprocess, sys, time
-from vllm_omni.health.machine import HealthMachine
-from vllm_omni.health.processes import ProcessIdentity
-from vllm_omni.health.supervisor import Supervisor
+from vllm_omni.health.state.machine import HealthMachine
+from vllm_omni.health.processes.process import ProcessIdentity
+from vllm_omni.health.processes.supervisor import Supervisor
 
 supervisor = Supervisor(HealthMachine())
 supervisor.start()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from fake_nvml import GIB, FakeNvml, Gpu, NVMLError
-from vllm_omni.health.machine import HealthMachine
 from vllm_omni.health.memory.preflight import PreflightError, before_start, when_ready
 from vllm_omni.health.memory.preflight import _orphans as orphans
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.processes import parent_pid
-from vllm_omni.health.settings import load
+from vllm_omni.health.processes.process import parent_pid
+from vllm_omni.health.settings.model import load
+from vllm_omni.health.state.machine import HealthMachine
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.devices.figures import DeviceSample

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_omni.engine import process_exit
+from vllm_omni.engine.health import process_exit
 
 from vllm_omni_health.drills.ports import reserved_port
 

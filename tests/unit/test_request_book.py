@@ -3,10 +3,10 @@
 import asyncio
 from types import SimpleNamespace
 
-from vllm_omni.entrypoints.guarded_call import GuardedCall, set_current_call
-from vllm_omni.entrypoints.request_book import RequestBook
+from vllm_omni.entrypoints.health.http.call import GuardedCall, set_current_call
+from vllm_omni.entrypoints.health.http.request_book import RequestBook
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
+from vllm_omni.health.settings.model import HealthSettings
 
 
 def client(**more):

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from real_app import build_app
 from vllm.tasks import SupportedTask
-from vllm_omni.entrypoints.route_kinds import RouteKind, job_id_of, kind_of
+from vllm_omni.entrypoints.health.http.routes import RouteKind, job_id_of, kind_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
 SECTIONS = {

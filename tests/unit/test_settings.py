@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
-from vllm_omni.health.settings import (
+from vllm_omni.health.settings.model import (
     PREFIX,
     HealthSettings,
     SettingsError,

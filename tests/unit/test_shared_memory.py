@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_omni.health.shared_memory import remove_names
+from vllm_omni.health.processes.shared_memory import remove_names
 
 SHM = Path("/dev/shm")
 if not os.access(SHM, os.W_OK):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from vllm_omni.entrypoints import health_exit
-from vllm_omni.entrypoints.health_checks import BadInput
+from vllm_omni.entrypoints.health.server import exit as health_exit
+from vllm_omni.entrypoints.health.server.arguments import BadInput
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 UUID = "e3657f13-81a7-4fc7-b704-1bc3da511381"

@@ -10,11 +10,11 @@ import time
 
 import msgspec
 import pytest
-from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.last_words import LastWordsReader
-from vllm_omni.health.machine import HealthMachine, State
-from vllm_omni.health.processes import ExitStatus
-from vllm_omni.health.supervisor import Supervisor
+from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.processes.last_words import LastWordsReader
+from vllm_omni.health.processes.process import ExitStatus
+from vllm_omni.health.processes.supervisor import Supervisor
+from vllm_omni.health.state.machine import HealthMachine, State
 
 WAIT_S = 20
 

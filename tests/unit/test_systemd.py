@@ -5,11 +5,11 @@ import socket
 import time
 
 import pytest
-from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.machine import HealthMachine
+from vllm_omni.entrypoints.health.server.systemd import ServiceManager
+from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings import HealthSettings
-from vllm_omni.health.systemd import ServiceManager
+from vllm_omni.health.settings.model import HealthSettings
+from vllm_omni.health.state.machine import HealthMachine
 
 WAIT_S = 20
 
@@ -134,7 +134,8 @@ def runtime(address, systemd, monkeypatch):
     monkeypatch.setenv("NOTIFY_SOCKET", address[0])
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-    runtime = HealthRuntime(HealthSettings(loop_stall_s=1, hang_timeout_s=0))
+    settings = HealthSettings(loop_stall_s=1, hang_timeout_s=0)
+    runtime = HealthRuntime(settings, ServiceManager.of_this_process())
     runtime.machine.expect_stage(0, 1)
     runtime.machine.replica_ready(0, 0)
     runtime.start()

@@ -45,4 +45,4 @@ def test_it_holds_every_source_file_and_nothing_else(ours):
         text=True,
     ).stdout.split()
     assert ours == {name for name in listed if name.startswith(("vllm_omni/", "vllm_omni_health/"))}
-    assert "vllm_omni/health/machine.py" in ours
+    assert "vllm_omni/health/state/machine.py" in ours

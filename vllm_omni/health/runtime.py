@@ -10,29 +10,45 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_omni.health.error_budget import ErrorBudget
-from vllm_omni.health.faults import Fault, FaultKind
-from vllm_omni.health.loops import BEAT_S, LoopBeat, LoopWatch
-from vllm_omni.health.machine import HealthMachine, State
+from vllm_omni.health.faults.by_request import RequestFaults
+from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.memory import metrics
 from vllm_omni.health.memory.cost import Admission
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.request_faults import RequestFaults
-from vllm_omni.health.settings import HealthSettings
-from vllm_omni.health.supervisor import Supervisor
-from vllm_omni.health.systemd import ServiceManager
+from vllm_omni.health.processes.supervisor import Supervisor
+from vllm_omni.health.settings.model import HealthSettings
+from vllm_omni.health.state.error_budget import ErrorBudget
+from vllm_omni.health.state.machine import HealthMachine, State
 
 _OVERTIME_S = 1.0
 """How far the end of the process may be behind ``shutdown_timeout_s`` before it is forced. The
 orderly end takes its bounds from the same deadline, and is to win."""
 
 
+class ServiceManager(Protocol):
+    """Who outside waits for news of this process, such as systemd."""
+
+    def follow(
+        self,
+        machine: HealthMachine,
+        every: Callable[[float, Callable[[], object]], object],
+        well: Callable[[], bool],
+    ) -> None:
+        """Tell of every move of the machine, and, while all is ``well``, that it is."""
+
+    def ready(self) -> None:
+        """Tell that the server listens; said once, however often this is called."""
+
+
 class HealthRuntime:
     """Settings, state machine and supervisor of this server. Created before any stage is."""
 
-    def __init__(self, settings: HealthSettings) -> None:
+    def __init__(
+        self, settings: HealthSettings, service_manager: ServiceManager | None = None
+    ) -> None:
         self.settings = settings
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
@@ -49,7 +65,7 @@ class HealthRuntime:
         self.end_by_force: Callable[[], object] = lambda: None
         """Ends the process without any loop's help; called on a thread of its own, once. Set by
         who knows how to."""
-        self.service_manager = ServiceManager.of_this_process()
+        self.service_manager = service_manager
         self._unregister: Callable[[], None] = lambda: None
         self._deadline: float | None = None
         self._forced = False

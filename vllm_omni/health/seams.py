@@ -39,7 +39,7 @@ class Seam:
 COMMAND = (
     Seam(
         "vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd",
-        "vllm_omni.entrypoints.health_serve:serve",
+        "vllm_omni.entrypoints.health.server.serve:serve",
         why="settings and checks before anything starts, and the exit status of the process",
         parameters=("args",),
     ),
@@ -59,13 +59,13 @@ SERVER = (
     *ORPHANS,
     Seam(
         "vllm_omni.entrypoints.openai.api_server:serve_http",
-        "vllm_omni.entrypoints.health_server:serve_http",
+        "vllm_omni.entrypoints.health.server.lifecycle:serve_http",
         why="probes and admission around the application, and an ordered end",
         parameters=("app", "sock", "enable_ssl_refresh", "uvicorn_kwargs"),
     ),
     Seam(
         "vllm_omni.engine.async_omni_engine:Orchestrator",
-        "vllm_omni.engine.health_orchestrator:HealthOrchestrator",
+        "vllm_omni.engine.health.orchestrator:HealthOrchestrator",
         why="faults move the state machine and fail pending requests at once",
         members=(
             "run",
@@ -81,38 +81,38 @@ SERVER = (
     ),
     Seam(
         "vllm_omni.engine.omni_engine_base:OmniEngineBase.get_output_blocking_async",
-        "vllm_omni.engine.output_bell:get_output_blocking_async",
+        "vllm_omni.engine.health.output_bell:get_output_blocking_async",
         why="the API server waits for output without polling and without a thread's help",
         parameters=("self", "timeout"),
     ),
     Seam(
         "vllm_omni.engine.duplex_orchestrator:DuplexOrchestrator",
-        "vllm_omni.engine.health_orchestrator:HealthDuplexOrchestrator",
+        "vllm_omni.engine.health.orchestrator:HealthDuplexOrchestrator",
         why="the same for duplex sessions",
         members=("run", "_dispatch_message", "_background_tasks", "_shutdown_extensions"),
     ),
     Seam(
         "vllm_omni.engine.stage_engine_core_proc_manager:get_mp_context",
-        "vllm_omni.engine.stage_process:get_mp_context",
+        "vllm_omni.engine.health.ar.start:get_mp_context",
         why="engine cores start through our target, with a last-words pipe and a watch",
         parameters=(),
     ),
     Seam(
         "vllm_omni.engine.stage_engine_core_client:StageEngineCoreClientBase.utility_results",
-        "vllm_omni.engine.fault_channel:utility_results",
+        "vllm_omni.engine.health.ar.channel:utility_results",
         why="the fatal-error message on an engine core's output queue has a receiver",
         new=True,
     ),
     Seam(
         "vllm_omni.engine.stage_runtime:StageRuntime._initialize_local_diffusion_replica",
-        "vllm_omni.engine.diffusion_client:initialize_replica",
+        "vllm_omni.engine.health.diffusion.client:initialize_replica",
         why="a diffusion replica's process, engine and client know which replica they are, and "
         "the client does not block",
         parameters=("self", "plan", "stage_init_timeout"),
     ),
     Seam(
         "vllm_omni.diffusion.stage_diffusion_proc:get_mp_context",
-        "vllm_omni.engine.diffusion_start:get_mp_context",
+        "vllm_omni.engine.health.diffusion.start:get_mp_context",
         why="diffusion processes start through our target, with a last-words pipe and a watch",
         parameters=(),
     ),
@@ -121,13 +121,13 @@ SERVER = (
 DIFFUSION_ENGINE = (
     Seam(
         "vllm_omni.diffusion.diffusion_engine:DiffusionEngine.resolve_engine_class",
-        "vllm_omni.engine.diffusion_engine_health:resolve_engine_class",
+        "vllm_omni.engine.health.diffusion.engine:resolve_engine_class",
         why="a diffusion engine ends with its first fatal fault and refuses bad requests",
         parameters=("config",),
     ),
     Seam(
         "vllm_omni.diffusion.executor.multiproc_executor:mp",
-        "vllm_omni.engine.diffusion_workers:worker_context",
+        "vllm_omni.engine.health.diffusion.worker:worker_context",
         why="diffusion workers start through our target, with last words and a watch",
         members=("Process", "Pipe", "Event", "set_start_method"),
     ),
@@ -137,7 +137,7 @@ DIFFUSION_ENGINE = (
 DIFFUSION_WORKER = (
     Seam(
         "vllm_omni.diffusion.worker.diffusion_worker:WorkerProc",
-        "vllm_omni.engine.diffusion_workers:HealthDiffusionWorkerProc",
+        "vllm_omni.engine.health.diffusion.worker:HealthDiffusionWorkerProc",
         why="a diffusion worker's exception reaches its engine with its class",
         members=("worker_main", "shutdown", "_create_worker", "_enqueue_result"),
     ),
@@ -153,19 +153,19 @@ STAGE_PROCESS = (
     ),
     Seam(
         "vllm_omni.engine.stage_engine_core_proc:StageEngineCoreProc",
-        "vllm_omni.engine.stage_core:HealthStageEngineCoreProc",
+        "vllm_omni.engine.health.ar.core:HealthStageEngineCoreProc",
         why="an engine core that fails states a typed fault before ENGINE_CORE_DEAD",
         members=("_send_engine_dead", "run_stage_core", "run_busy_loop", "_process_engine_step"),
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main",
-        "vllm_omni.engine.worker_main:worker_main",
+        "vllm_omni.engine.health.ar.worker:worker_main",
         why="worker processes start through our target, which installs what they need",
         parameters=("args", "kwargs"),
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor.response_mqs",
-        "vllm_omni.engine.worker_faults:response_mqs",
+        "vllm_omni.engine.health.ar.envelope:response_mqs",
         why="a worker's typed exception is what the engine core raises",
         new=True,
     ),
@@ -174,7 +174,7 @@ STAGE_PROCESS = (
 WORKER = (
     Seam(
         "vllm.v1.executor.multiproc_executor:WorkerProc",
-        "vllm_omni.engine.worker_main:HealthWorkerProc",
+        "vllm_omni.engine.health.ar.worker:HealthWorkerProc",
         why="a worker's exception reaches its engine core, or the server, with its class",
         members=(
             "worker_main",

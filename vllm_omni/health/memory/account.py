@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_omni.health.memory.reports import FRESH_S, RankReport, StageReport
-from vllm_omni.health.watched import ReplicaKey
+from vllm_omni.health.processes.watched import ReplicaKey
 
 from vllm_omni_health.devices.figures import DeviceSample, Nonsense, checked
 from vllm_omni_health.devices.host import HOST, anonymous_bytes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 
-from vllm_omni.health.processes import parent_pid
-from vllm_omni.health.states import Snapshot
-from vllm_omni.health.watched import ReplicaKey
+from vllm_omni.health.processes.process import parent_pid
+from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.state.values import Snapshot
 
 
 def owned(snapshot: Snapshot, root: int | None = None) -> dict[int, ReplicaKey | None]:

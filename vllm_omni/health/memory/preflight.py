@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_omni.health.memory.view import DeviceRow
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.processes import parent_pid
+from vllm_omni.health.processes.process import parent_pid
 
 from vllm_omni_health.devices.figures import DeviceSample, in_words
 from vllm_omni_health.devices.host import HOST, anonymous_bytes

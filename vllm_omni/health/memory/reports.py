@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from vllm_omni.health.watched import ReplicaKey
+from vllm_omni.health.processes.watched import ReplicaKey
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ long step answers none, and may take memory all the same."""
 
 
 SERVERS_FOLDER = "vllm-omni-"
-"""What the names of servers' own folders begin with; see ``entrypoints/health_exit.py``."""
+"""What the names of servers' own folders begin with; see ``entrypoints/health/server/exit.py``."""
 
 _FOLDER = "VLLM_RPC_BASE_PATH"
 """vLLM's variable for the folder of socket files, which children inherit."""

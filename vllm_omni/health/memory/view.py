@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from vllm_omni.health.faults import iso_time
+from vllm_omni.health.faults.fault import iso_time
 from vllm_omni.health.memory.discrepancy import Gap
 
 

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from vllm_omni.health.faults import Fault, FaultKind, MemoryFigures, Severity
-from vllm_omni.health.machine import HealthMachine, ReplicaState
+from vllm_omni.health.faults.fault import Fault, FaultKind, MemoryFigures, Severity
 from vllm_omni.health.memory.account import (
     DeviceAccount,
     Latest,
@@ -36,9 +35,10 @@ from vllm_omni.health.memory.view import (
     MemoryView,
     StageRow,
 )
-from vllm_omni.health.settings import HealthSettings
-from vllm_omni.health.states import Snapshot
-from vllm_omni.health.watched import ReplicaKey
+from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.settings.model import HealthSettings
+from vllm_omni.health.state.machine import HealthMachine, ReplicaState
+from vllm_omni.health.state.values import Snapshot
 
 from vllm_omni_health.devices.figures import DeviceSample, in_words
 from vllm_omni_health.devices.host import HOST

@@ -1,0 +1,1 @@
+"""The orchestrator's side of the health layer, and what runs in stage processes and workers."""

@@ -1,0 +1,130 @@
+"""Which messages to the API server say that a request failed, and whose doing that was.
+
+All ways in which upstream fails a request end in a message on the orchestrator's output queue:
+an error output of a stage, a finish for the reason "error", a dead stage, a companion that is
+lost. So this is where failures are known, whatever upstream's code they come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import msgspec
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm_omni.engine.messages import ErrorMessage, OutputMessage
+from vllm_omni.errors import OmniClientError, is_client_error_status
+from vllm_omni.health.faults.classify import fault_from_exception
+from vllm_omni.health.faults.fault import Fault, FaultKind, Severity, process_lost
+from vllm_omni.health.runtime import HealthRuntime
+
+logger = logging.getLogger(__name__)
+
+_ERROR = "error"
+"""vLLM's finish reason for a request that the engine gave up, such as for a KV transfer."""
+
+
+class NotingQueue:
+    """The orchestrator's end of the output queue, which notes failures on their way."""
+
+    def __init__(self, async_queue: Any, runtime: HealthRuntime) -> None:
+        self._queue = async_queue
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    async def put(self, message: Any) -> None:
+        """Note and put a message."""
+        note(message, self._runtime)
+        await self._queue.put(message)
+
+    def put_nowait(self, message: Any) -> None:
+        """Note and put a message."""
+        note(message, self._runtime)
+        self._queue.put_nowait(message)
+
+
+def note(message: Any, runtime: HealthRuntime) -> None:
+    """Write down the failure that ``message`` tells of, if it tells of one of the server's.
+
+    Errors with a status of 4xx are the client's; aborts are not told by messages at all.
+    """
+    request_id = getattr(message, "request_id", None)
+    if request_id is None or runtime.request_faults.of(request_id) is not None:
+        return
+    fault = None
+    if isinstance(message, ErrorMessage):
+        # With an event id it answers an interaction, and the request goes on.
+        if message.event_id is None and not is_client_error_status(message.status_code):
+            fault = _of_error(message, runtime)
+    elif isinstance(message, OutputMessage):
+        fault = _of_output(message)
+    if fault is not None:
+        fault = fault.with_context(request_id=request_id, role="orchestrator")
+        logger.error("[health] %s", fault.log_line())
+        runtime.request_failed(request_id, fault)
+
+
+def _of_error(message: ErrorMessage, runtime: HealthRuntime) -> Fault:
+    if not message.fatal:
+        return _of_request(message.error, message.stage_id)
+    # A stage without replicas. What ended the last one may not be known yet.
+    known = runtime.fault_of_stage(message.stage_id)
+    return known or process_lost(None, message=message.error, stage_id=message.stage_id)
+
+
+def _of_output(message: OutputMessage) -> Fault | None:
+    output = message.engine_outputs
+    error = getattr(output, "error", None)
+    if error is not None:
+        client = is_client_error_status(getattr(output, "error_status_code", None))
+        return None if client else _of_request(str(error), message.stage_id, message.replica_id)
+    if message.finished and any(
+        getattr(completion, "finish_reason", None) == _ERROR
+        for completion in getattr(output, "outputs", None) or ()
+    ):
+        return _of_request("the engine gave it up", message.stage_id, message.replica_id)
+    return None
+
+
+def _of_request(text: str, stage_id: int | None, replica_id: int | None = None) -> Fault:
+    return Fault(
+        kind=FaultKind.ENGINE,
+        severity=Severity.REQUEST,
+        message=text,
+        stage_id=stage_id,
+        replica_id=replica_id,
+    )
+
+
+def failure_of_one(
+    exc: BaseException, request_id: str, stage_id: int, runtime: HealthRuntime
+) -> ErrorMessage | None:
+    """What to tell the client of a request for which the orchestrator's code raised ``exc``.
+
+    Such code is a stage input processor, or upstream's routing. None if the exception says more
+    than that one request has failed: that an engine is dead, or memory used up.
+    """
+    if isinstance(exc, OmniClientError):
+        return ErrorMessage(
+            error=exc.message,
+            status_code=exc.status_code,
+            error_type=exc.error_type,
+            request_id=request_id,
+            stage_id=stage_id,
+        )
+    fault = fault_from_exception(exc, role="orchestrator", pid=os.getpid())
+    if fault.kind is not FaultKind.ENGINE or isinstance(exc, EngineDeadError):
+        return None
+    fault = msgspec.structs.replace(
+        fault,
+        kind=FaultKind.ORCHESTRATOR,
+        severity=Severity.REQUEST,
+        stage_id=stage_id,
+        request_id=request_id,
+    )
+    logger.error("[health] %s\n%s", fault.log_line(), fault.traceback)
+    runtime.request_failed(request_id, fault)
+    return ErrorMessage(error=fault.sentence, request_id=request_id, stage_id=stage_id)

@@ -1,0 +1,1 @@
+"""The server process: its HTTP side and its life."""

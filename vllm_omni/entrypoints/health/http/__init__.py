@@ -1,0 +1,1 @@
+"""What clients meet: probes, admission, answers at a fault."""

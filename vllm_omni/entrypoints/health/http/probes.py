@@ -1,0 +1,105 @@
+"""The probes: ``/health``, ``/readyz``, ``/livez``, ``/ping``, and the two that tell more,
+``/health/history`` and ``/health/memory``.
+
+They are answered ahead of the application, from one read of the machine's snapshot, so that
+they answer in any state, under load, and while the orchestrator's thread is stuck.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+from vllm_omni.entrypoints.health.http.bodies import health_body, history_body
+from vllm_omni.health.runtime import HealthRuntime
+from vllm_omni.health.state.machine import State
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_Answer = tuple[HTTPStatus, dict[str, Any]]
+
+
+def _health(runtime: HealthRuntime) -> _Answer:
+    snapshot = runtime.machine.snapshot
+    degraded_counts = runtime.settings.degraded_is_unhealthy and snapshot.state is State.DEGRADED
+    healthy = snapshot.accepting and not degraded_counts
+    status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
+    return status, health_body(snapshot, healthy=healthy, memory=runtime.memory.view.short)
+
+
+def _livez(runtime: HealthRuntime) -> _Answer:
+    stalled = runtime.orchestrator_stalled()
+    alive = not runtime.restart_needed()
+    body = {
+        "status": "alive" if alive else "restart",
+        "state": runtime.machine.snapshot.state.value,
+        "orchestrator_stalled": stalled,
+    }
+    return HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE, body
+
+
+def _history(runtime: HealthRuntime) -> _Answer:
+    return HTTPStatus.OK, history_body(runtime.machine.history())
+
+
+def _memory(runtime: HealthRuntime) -> _Answer:
+    return HTTPStatus.OK, runtime.memory.view.full
+
+
+PROBES: dict[str, Callable[[HealthRuntime], _Answer]] = {
+    "/health": _health,
+    "/readyz": _health,
+    "/ping": _health,
+    "/livez": _livez,
+    "/health/history": _history,
+    "/health/memory": _memory,
+}
+
+
+async def answer_probe(runtime: HealthRuntime, scope: Scope, path: str, send: Send) -> bool:
+    """Answer if ``path`` is a probe; says whether it was."""
+    probe = PROBES.get(path)
+    if probe is None or scope["method"] not in ("GET", "HEAD", "POST"):
+        return False
+    if scope["method"] == "POST" and path != "/ping":
+        return False
+    status, body = probe(runtime)
+    headers = {}
+    if status is HTTPStatus.SERVICE_UNAVAILABLE and path != "/livez":
+        headers["Retry-After"] = retry_after(runtime)
+    await send_json(send, status, body, headers=headers, head=scope["method"] == "HEAD")
+    return True
+
+
+def retry_after(runtime: HealthRuntime) -> str:
+    """The value of a ``Retry-After`` header: whole seconds."""
+    return str(runtime.settings.retry_after_s)
+
+
+async def send_json(
+    send: Send,
+    status: HTTPStatus,
+    body: dict[str, Any],
+    *,
+    headers: dict[str, str] | None = None,
+    head: bool = False,
+    kind: str = "http",
+) -> None:
+    """Send a whole JSON response; with ``head`` its headers alone.
+
+    ``kind``: what ASGI's message types begin with, for a response to a websocket's handshake.
+    """
+    payload = json.dumps(body).encode()
+    fields = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(payload)).encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    fields += [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
+    await send({"type": f"{kind}.response.start", "status": status.value, "headers": fields})
+    await send({"type": f"{kind}.response.body", "body": b"" if head else payload})

@@ -1,0 +1,1 @@
+"""The server process from its command line to its exit status."""

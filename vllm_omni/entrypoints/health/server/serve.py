@@ -1,0 +1,149 @@
+"""``vllm serve MODEL --omni`` with the health layer: checks first, then upstream's command,
+then an exit status that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvloop
+from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
+from vllm_omni.entrypoints.health.server.exit import (
+    complain,
+    end_now,
+    leave,
+    make_socket_folder,
+    open_standard_streams,
+    remove_socket_folder,
+)
+from vllm_omni.entrypoints.health.server.start import START_FAILED, StartGuard, describe
+from vllm_omni.entrypoints.health.server.systemd import ServiceManager
+from vllm_omni.health import __version__, seams
+from vllm_omni.health.faults import classes as fault_classes
+from vllm_omni.health.faults.classify import fault_from_exception, walk
+from vllm_omni.health.faults.exit_line import write_reason
+from vllm_omni.health.memory.preflight import PreflightError, before_start
+from vllm_omni.health.runtime import HealthRuntime, set_current
+from vllm_omni.health.settings.model import SettingsError, variable
+from vllm_omni.health.state.machine import State
+
+logger = logging.getLogger(__name__)
+
+
+def serve(args: Any) -> NoReturn:
+    """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
+    open_standard_streams()
+    try:
+        settings = checked_settings(args)
+        # Child processes have no command line of ours.
+        os.environ.update(settings.to_environ())
+        fault_classes.use(fault_classes.table_with(settings.fault_classes))
+        seams.install_server()
+        make_socket_folder()
+    except (SettingsError, seams.SeamError, BadInput) as exc:
+        complain(exc)
+        status = getattr(exc, "exit_status", START_FAILED)
+        # The settings may be what is wrong, so their file is looked for where it is usually set.
+        log = os.environ.get(variable("termination_log"))
+        write_reason(None, status, Path(log) if log else None, None)
+        raise SystemExit(status) from None
+    _set_upstream_switches()
+    # The orchestrator's thread makes a loop of its own; the API server's is uvloop's already.
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    if getattr(args, "headless", False):
+        _serve_headless(args)
+    logger.info("[health] vllm-omni-health %s: policy %s", __version__, settings.policy)
+    runtime = HealthRuntime(settings, ServiceManager.of_this_process())
+    try:
+        before_start(runtime.memory, settings.preflight)
+    except PreflightError as exc:
+        complain(exc)
+        remove_socket_folder()
+        write_reason(None, START_FAILED, settings.termination_log, None)
+        raise SystemExit(START_FAILED) from None
+    set_current(runtime)
+    runtime.end_by_force = partial(end_now, runtime)
+    runtime.start()
+    status = START_FAILED
+    try:
+        with StartGuard(runtime):
+            status = _run(args, runtime)
+    finally:
+        leave(runtime, status)
+    raise SystemExit(status)
+
+
+def _serve_headless(args: Any) -> NoReturn:
+    """A host with stages alone: its server is elsewhere, and with it the health state."""
+    try:
+        _original_command()(args)
+    finally:
+        remove_socket_folder()
+    raise SystemExit(0)
+
+
+def _original_command() -> Any:
+    return seams.original("vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd")
+
+
+def _run(args: Any, runtime: HealthRuntime) -> int:
+    """Run the server to its end; the exit status."""
+    try:
+        _original_command()(args)
+    except SystemExit as exc:
+        code = exc.code
+        upstream_status = code if isinstance(code, int) else 0 if code is None else 1
+    except KeyboardInterrupt:
+        upstream_status = 130
+    except BaseException as exc:
+        return _failed(exc, args, runtime)
+    else:
+        upstream_status = 0
+    fault = runtime.machine.reason
+    if runtime.machine.snapshot.state is State.DEAD and fault is not None:
+        return fault.kind.exit_status
+    return upstream_status
+
+
+def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
+    """An exception ended upstream's command: before it served, or on its way out."""
+    state = runtime.machine.snapshot.state
+    reason = runtime.machine.reason
+    if state is State.STARTING and isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+        where = f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', '?')}"
+        complain(f"cannot listen on {where}: the address is in use; choose another --port")
+        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        return START_FAILED
+    wrong = (SettingsError, PreflightError)
+    settings_error = next((found for found in walk(exc) if isinstance(found, wrong)), None)
+    if settings_error is not None:
+        # Not known before upstream has resolved the deployment, or started its stages.
+        complain(settings_error)
+        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        return START_FAILED
+    traceback.print_exception(exc)
+    if not runtime.machine.snapshot.started:
+        fault = reason or fault_from_exception(exc, role="server")
+        if state is State.STARTING:
+            runtime.machine.start_failed(fault)
+        complain(f"start-up failed: {describe(fault)}")
+        return START_FAILED
+    if state is State.DEAD and reason is not None:
+        return reason.kind.exit_status
+    return START_FAILED
+
+
+def _set_upstream_switches() -> None:
+    """Upstream's own switches, set to what the layer needs; a value that is set stays."""
+    # Upstream's loops then wait for data instead of looking every millisecond.
+    os.environ.setdefault("VLLM_OMNI_EVENT_DRIVEN_ORCH", "1")
+    # Upstream would stop the HTTP server by itself as soon as the orchestrator has ended, in
+    # the middle of the grace in which the reason is to be read. The end is ours to conduct.
+    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")

@@ -1,0 +1,148 @@
+"""The last-words pipe: facts a stage process can state when its output queue cannot.
+
+An engine core's output queue exists only after the model is loaded, and only while the process
+is whole. The pipe exists before the process does. Through it a stage process says which worker
+processes it has, and, when it fails, why: one JSON object a line. The server's supervisor
+reads it beside the process's pidfd.
+
+The writing end never blocks: a process that is failing must not wait for its reader. A fault
+fits the pipe, whose capacity is 64 KiB by default (pipe(7)), because faults are cut to size.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from vllm_omni.health.faults.fault import Fault, clip
+
+_READ_CHUNK = 65536
+_LONGEST_LINE = 1 << 20
+"""A line longer than this is no fault of ours: it is dropped, so that memory stays bounded."""
+
+
+class WorkerRef(msgspec.Struct, frozen=True):
+    """A worker process of an engine core: the rank it runs and its pid."""
+
+    rank: int
+    pid: int
+
+
+class Words(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line on the pipe: the workers of this process, the fault that ends it, or progress.
+
+    ``progress``: a step of a long call is done, and the process alive.
+    """
+
+    workers: tuple[WorkerRef, ...] | None = None
+    fault: Fault | None = None
+    progress: bool = False
+
+
+class LastWordsWriter:
+    """The stage process's end. Thread-safe as far as a single ``write`` is; never raises.
+
+    ``shared``: other processes write to the same pipe. Lines are then cut to what the kernel
+    writes in one piece, or they could end up in one another.
+    """
+
+    def __init__(self, fd: int, *, shared: bool = False) -> None:
+        self.fd = fd
+        self._limit = select.PIPE_BUF if shared else _LONGEST_LINE
+        os.set_blocking(fd, False)
+
+    def workers(self, workers: Iterable[WorkerRef]) -> None:
+        """Say which worker processes this engine core has."""
+        self._write(Words(workers=tuple(workers)))
+
+    def fault(self, fault: Fault) -> None:
+        """Say why this process is about to end."""
+        self._write(Words(fault=fault))
+
+    def progress(self) -> None:
+        """Say that the work gets on. Not more than about once a second: it wakes the reader."""
+        self._write(Words(progress=True))
+
+    def _write(self, words: Words) -> None:
+        line = msgspec.json.encode(words) + b"\n"
+        for shortened in (_short, _shortest):
+            if len(line) > self._limit and words.fault is not None:
+                line = msgspec.json.encode(Words(fault=shortened(words.fault))) + b"\n"
+        try:
+            os.write(self.fd, line)
+        except OSError:
+            # The server is gone or does not read: there is nobody left to tell.
+            pass
+
+
+def _short(fault: Fault) -> Fault:
+    """Without what takes the most room; the process has its traceback in its own log."""
+    return msgspec.structs.replace(
+        fault, traceback=None, bases=fault.bases[:4], message=clip(fault.message, 512)
+    )
+
+
+def _shortest(fault: Fault) -> Fault:
+    """What no name or text, of which JSON may make six times as much, can make too long."""
+    return Fault(
+        kind=fault.kind,
+        severity=fault.severity,
+        exception=clip(fault.exception, 64) if fault.exception else None,
+        rank=fault.rank,
+        pid=fault.pid,
+        time=fault.time,
+    )
+
+
+_own: LastWordsWriter | None = None
+
+
+def speak_through(writer: LastWordsWriter | None) -> None:
+    """Make ``writer`` the end that this process states its last words through."""
+    global _own
+    _own = writer
+
+
+def own_words() -> LastWordsWriter | None:
+    """This process's end of its pipe; None in the server, and where nobody listens."""
+    return _own
+
+
+class LastWordsReader:
+    """The supervisor's end. Used on the supervisor's thread only."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._pending = b""
+        os.set_blocking(fd, False)
+
+    def read(self) -> Iterator[Words]:
+        """What has been said since the last call; sets ``closed`` at end of file."""
+        while not self.closed:
+            try:
+                chunk = os.read(self.fd, _READ_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.closed = True
+                break
+            self._pending += chunk
+        *lines, rest = self._pending.split(b"\n")
+        self._pending = rest if len(rest) <= _LONGEST_LINE else b""
+        for line in lines:
+            try:
+                yield msgspec.json.decode(line, type=Words)
+            except msgspec.DecodeError:
+                continue
+
+    def close(self) -> None:
+        """Close the descriptor; harmless when called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.closed = True

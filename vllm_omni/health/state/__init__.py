@@ -1,0 +1,1 @@
+"""The state machine, what moves it, and what of it others see."""
