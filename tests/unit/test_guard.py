@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 
 import httpx
@@ -11,8 +10,6 @@ import uvicorn
 import websockets
 from vllm_omni.entrypoints.health.http.guard import Cutoff, RequestGuard
 from vllm_omni.health.faults.fault import Fault, FaultKind
-from vllm_omni.health.memory.cost import Cost
-from vllm_omni.health.memory.view import DeviceRow
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.settings.model import HealthSettings
 
@@ -253,88 +250,5 @@ def test_a_connection_that_breaks_in_its_own_way_keeps_nobody_from_an_answer():
             assert (await call).status_code == 500
             with pytest.raises(Cutoff):
                 await broken
-
-    run(scenario)
-
-
-# ---- admission by cost -----------------------------------------------------------------------
-
-
-class Echo:
-    """Answers with the body it got, once it is told to."""
-
-    def __init__(self):
-        self.go = asyncio.Event()
-        self.entered = asyncio.Event()
-
-    async def __call__(self, scope, receive, send):
-        self.entered.set()
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        await self.go.wait()
-        await respond(send, b"application/json", body, more=False)
-
-
-@contextlib.asynccontextmanager
-async def costly(echo):
-    """A device of 100 bytes per pixel, with room for one image of a thousand pixels."""
-    async with serving(echo, memory_admission=True) as (client, guard, machine, _):
-        admission = guard._runtime.admission
-
-        def sample(used):
-            row = DeviceRow(device="gpu:0", total=1 << 30, used=used, service=used)
-            admission.observe([dataclasses.replace(row, free=(1 << 30) - used, floor=0)])
-
-        sample(1 << 20)
-        ticket = admission.enter(Cost("pixels", 1024.0 * 1024))
-        sample(700 << 20)
-        admission.leave(ticket)
-        sample(700 << 20)
-        yield client, machine
-
-
-def image(side):
-    return {"json": {"size": f"{side}x{side}", "prompt": "x" * 100_000}}
-
-
-def test_a_request_that_does_not_fit_is_refused_and_others_get_their_bodies():
-    async def scenario():
-        echo = Echo()
-        async with costly(echo) as (client, _):
-            one = asyncio.create_task(client.post("/v1/images/generations", **image(1024)))
-            await echo.entered.wait()
-            refused = await client.post("/v1/images/generations", **image(1024))
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "7"
-            error = refused.json()["error"]
-            assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
-            assert "a request of this size" in error["message"]
-            small = asyncio.create_task(client.post("/v1/images/generations", **image(64)))
-            form = asyncio.create_task(client.post("/v1/images/edits", data={"size": "9999x9999"}))
-            await asyncio.sleep(0.2)
-            echo.go.set()
-            answers = await asyncio.gather(one, small, form)
-            assert [answer.status_code for answer in answers] == [200] * 3
-            assert answers[0].json() == image(1024)["json"]
-            assert answers[1].json() == image(64)["json"]
-            # Its place is free again.
-            again = await client.post("/v1/images/generations", **image(1024))
-            assert again.status_code == 200
-
-    run(scenario)
-
-
-def test_a_body_that_is_not_understood_is_for_the_application():
-    async def scenario():
-        echo = Echo()
-        echo.go.set()
-        async with costly(echo) as (client, _):
-            headers = {"content-type": "application/json"}
-            for content in (b"{", b"", b"[]"):
-                answer = await client.post("/v1/chat/completions", content=content, headers=headers)
-                assert (answer.status_code, answer.content) == (200, content)
 
     run(scenario)

@@ -55,7 +55,6 @@ def test_the_defaults() -> None:
         "memory_recover_s": 5.0,
         "memory_discrepancy_pct": 5.0,
         "memory_window_s": 30.0,
-        "memory_admission": False,
         "preflight": "warn",
         "simulated_device": None,
     }

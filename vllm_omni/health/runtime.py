@@ -16,7 +16,6 @@ from vllm_omni.health.faults.by_request import RequestFaults
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.memory import metrics
-from vllm_omni.health.memory.cost import Admission
 from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.processes.supervisor import Supervisor
 from vllm_omni.health.settings.model import HealthSettings
@@ -56,8 +55,7 @@ class HealthRuntime:
         self.error_budget = ErrorBudget(
             self.machine, settings.error_budget, settings.error_budget_window_s
         )
-        self.admission = Admission() if settings.memory_admission else None
-        self.memory = MemoryWatch(settings, self.machine, admission=self.admission)
+        self.memory = MemoryWatch(settings, self.machine)
         self.output_bell: Any = None
         """Set by the orchestrator's side; this module knows nothing of event loops."""
         self.orchestrator_beat = LoopBeat("orchestrator")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_omni.health.faults.fault import iso_time
 from vllm_omni.health.memory.discrepancy import Gap
@@ -73,13 +73,6 @@ class StageRow:
     discrepancy: Discrepancy | None = None
 
 
-class Bodied(Protocol):
-    """Something with figures of its own."""
-
-    def body(self) -> dict[str, Any]:
-        """Them, as JSON values."""
-
-
 @dataclass(frozen=True)
 class MemoryView:
     """All rows at one moment. ``time`` is wall time in seconds; None: nothing was sampled yet."""
@@ -96,7 +89,6 @@ class MemoryView:
         time: float | None,
         devices: tuple[DeviceRow, ...],
         stages: tuple[StageRow, ...],
-        admission: Bodied | None = None,
     ) -> MemoryView:
         """With the bodies, which are asked for more often than they change."""
         stamp = None if time is None else iso_time(time)
@@ -109,7 +101,6 @@ class MemoryView:
                 "time": stamp,
                 "devices": [asdict(row) for row in devices],
                 "stages": [asdict(row) for row in stages],
-                **({} if admission is None else {"admission": admission.body()}),
             },
         )
 

@@ -22,7 +22,6 @@ from vllm_omni.health.memory.account import (
     StageAccount,
     gather,
 )
-from vllm_omni.health.memory.cost import Admission
 from vllm_omni.health.memory.discrepancy import GapTracker
 from vllm_omni.health.memory.floor import Floor
 from vllm_omni.health.memory.ownership import owned
@@ -66,7 +65,6 @@ class MemoryWatch:
         devices: Devices | None = None,
         clock: Callable[[], float] = time.monotonic,
         processes: Callable[[Snapshot], Owners] = owned,
-        admission: Admission | None = None,
     ) -> None:
         self.view: MemoryView = NOTHING
         self.samples: tuple[DeviceSample, ...] = ()
@@ -77,7 +75,6 @@ class MemoryWatch:
         self._devices = devices or Devices(simulated=settings.simulated_device)
         self._clock = clock
         self._processes = processes
-        self._admission = admission
         self._floor = Floor.parse(settings.min_free_memory)
         self._gates: dict[str, PressureGate] = {}
         self._gaps: dict[tuple[str, ReplicaKey | None], GapTracker] = {}
@@ -133,9 +130,7 @@ class MemoryWatch:
                 for one in accounts.devices
             )
             stages = tuple(self._stage_row(one, now, snapshot.started) for one in accounts.stages)
-            if self._admission is not None and snapshot.started:
-                self._admission.observe(devices)
-            self.view = MemoryView.make(time.time(), devices, stages, self._admission)
+            self.view = MemoryView.make(time.time(), devices, stages)
             return self.view
 
     def _live(self, snapshot: Snapshot) -> tuple[frozenset[ReplicaKey], Latest]:

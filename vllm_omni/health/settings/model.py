@@ -204,11 +204,6 @@ class HealthSettings(BaseSettings):
         ge=0,
         le=86400,
     )
-    memory_admission: bool = _field(
-        False,
-        "Whether a request is refused when what it is estimated to take is more than what is "
-        "free above min_free_memory and not promised to others",
-    )
     preflight: Literal["fail", "warn", "off"] = _field(
         "warn",
         "What to do when memory is not as it should be before stages start, or once they are "
@@ -351,17 +346,9 @@ def _mode(path: Path) -> int:
 
 
 def _check_together(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    needs_looks = [
-        name
-        for name, set_ in (
-            ("min_free_memory", bool(Floor.parse(values["min_free_memory"]))),
-            ("memory_admission", values["memory_admission"]),
-        )
-        if set_
-    ]
-    if values["memory_interval_s"] == 0 and needs_looks:
+    if values["memory_interval_s"] == 0 and Floor.parse(values["min_free_memory"]):
         place = places.get("memory_interval_s", "memory_interval_s")
-        raise SettingsError(f"{place}=0: must be above 0 for {needs_looks[0]} to have an effect")
+        raise SettingsError(f"{place}=0: must be above 0 for min_free_memory to have an effect")
     if values["drain_timeout_s"] < values["shutdown_timeout_s"]:
         return
     names = ("drain_timeout_s", "shutdown_timeout_s")

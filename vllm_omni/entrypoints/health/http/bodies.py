@@ -15,10 +15,6 @@ from vllm_omni.health.faults.fault import Fault, FaultKind, iso_time
 from vllm_omni.health.state.machine import Snapshot, State
 
 SHUTTING_DOWN = "The server is shutting down. Please retry the request elsewhere or later."
-TOO_COSTLY = (
-    "The server has too little memory left for a request of this size at the moment. Please "
-    "retry later."
-)
 NOT_ACCEPTING = "The server is not accepting requests at the moment. Please retry later."
 
 
@@ -114,19 +110,14 @@ def fault_body(fault: Fault | None, *, request_id: str | None = None) -> dict[st
     )
 
 
-def refusal_body(
-    snapshot: Snapshot, *, request_id: str | None = None, too_costly: bool = False
-) -> dict[str, Any]:
-    """The error body of a request that is not admitted.
-
-    ``too_costly``: for what it would take, while others are admitted.
-    """
+def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[str, Any]:
+    """The error body of a request that is not admitted."""
     if snapshot.draining and snapshot.state is not State.DEAD:
         message = SHUTTING_DOWN
     elif snapshot.fault is not None:
         message = snapshot.fault.sentence
     else:
-        message = TOO_COSTLY if too_costly else NOT_ACCEPTING
+        message = NOT_ACCEPTING
     return error_body(
         HTTPStatus.SERVICE_UNAVAILABLE, message, fault=snapshot.fault, request_id=request_id
     )

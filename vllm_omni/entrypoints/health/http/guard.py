@@ -22,7 +22,6 @@ from vllm_omni.entrypoints.health.http.bodies import (
     refusal_body,
 )
 from vllm_omni.entrypoints.health.http.call import GuardedCall, refuse_handshake, set_current_call
-from vllm_omni.entrypoints.health.http.cost_admission import enter
 from vllm_omni.entrypoints.health.http.job_answers import JobAnswer
 from vllm_omni.entrypoints.health.http.probes import (
     Receive,
@@ -182,26 +181,12 @@ class RequestGuard:
         if not self._runtime.machine.snapshot.accepting:
             await self._refuse(scope, receive, send)
             return
-        if self._runtime.admission is None or scope["type"] != "http":
-            await self._guarded(GuardedCall(scope, send, self._runtime), receive)
-            return
-        entry = await enter(self._runtime.admission, scope, path, receive)
-        try:
-            # The state may have changed while the body came in.
-            if entry.refused or not self._runtime.machine.snapshot.accepting:
-                await self._refuse(scope, entry.receive, send, too_costly=entry.refused)
-            else:
-                await self._guarded(GuardedCall(scope, send, self._runtime), entry.receive)
-        finally:
-            if entry.ticket is not None:
-                self._runtime.admission.leave(entry.ticket)
+        await self._guarded(GuardedCall(scope, send, self._runtime), receive)
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, *, too_costly: bool = False
-    ) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         snapshot = self._runtime.machine.snapshot
         request_id = GuardedCall(scope, send, self._runtime).request_id
-        body = refusal_body(snapshot, request_id=request_id, too_costly=too_costly)
+        body = refusal_body(snapshot, request_id=request_id)
         headers = {"Retry-After": retry_after(self._runtime)}
         status = HTTPStatus.SERVICE_UNAVAILABLE
         if scope["type"] == "websocket":
