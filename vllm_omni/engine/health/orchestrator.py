@@ -271,15 +271,12 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         pool = self.stage_pools[stage_id]
         if replica_id >= len(pool.clients) or pool.clients[replica_id] is None:
             return
-        bound = [
-            request_id
-            for request_id in self.request_states
-            if pool.get_bound_replica_id(request_id) == replica_id
-        ]
         client = pool.clients[replica_id]
         # Upstream's evict_replica() closes the client on this loop, which blocks for seconds.
         pool.clients[replica_id] = None
         self._remove_stage_replica_waiting(stage_id, replica_id)
+        released = pool.release_replica_bindings(replica_id)
+        bound = [request_id for request_id in released if request_id in self.request_states]
         self._own(self._close_client(client, stage_id, replica_id, lost=True))
         await self._fail_requests(bound, stage_id)
 

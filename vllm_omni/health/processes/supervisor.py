@@ -217,13 +217,14 @@ class Supervisor:
             wanted = self._closing_all or (replica is not None and replica.closing and not known)
             if replica is not None and not wanted:
                 replica.lost = True
-        logger.error("[health] %s", fault.log_line())
-        if fault.traceback:
-            logger.error("[health] traceback of the fault above:\n%s", fault.traceback)
+        # The machine first: whoever reads the log may be slow.
         if known or wanted:
             self._machine.fault_noted(fault)
         else:
             self._machine.replica_lost(key[0], key[1], fault)
+        logger.error("[health] %s", fault.log_line())
+        if fault.traceback:
+            logger.error("[health] traceback of the fault above:\n%s", fault.traceback)
 
     # ---- ending processes ------------------------------------------------------------------
 
@@ -334,11 +335,16 @@ class Supervisor:
         self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
     def _unwatch(self, watched: WatchedProcess) -> None:
-        for fd in (watched.pidfd, *watched.threads):
+        self._unwatch_threads(watched)
+        self._selector.unregister(watched.pidfd)
+        os.close(watched.pidfd)
+        self._replicas[watched.key].processes.remove(watched)
+
+    def _unwatch_threads(self, watched: WatchedProcess) -> None:
+        while watched.threads:
+            fd = watched.threads.pop()
             self._selector.unregister(fd)
             os.close(fd)
-        watched.threads.clear()
-        self._replicas[watched.key].processes.remove(watched)
 
     def _thread_ended(self, thread: WatchedThread) -> None:
         watched = thread.watched
@@ -376,6 +382,8 @@ class Supervisor:
                 if core_status is not None:
                     self._ending(core, core_status)
         watched.judged = True
+        # Dozens end now, one after another, and the loops need the interpreter to answer.
+        self._unwatch_threads(watched)
         for pipe in list(self._replicas[watched.key].words):
             self._read_words(pipe)
         if watched.role == "engine core" and status.signal_number is None:
