@@ -89,7 +89,8 @@ class Service:
     def __enter__(self) -> Service:
         if self._variant.layer:
             from vllm_omni.health.runtime import HealthRuntime, set_current
-            from vllm_omni.health.settings.model import HealthSettings
+
+            from vllm_omni_health.settings.model import HealthSettings
 
             self.runtime = HealthRuntime(HealthSettings())
             set_current(self.runtime)

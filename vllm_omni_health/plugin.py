@@ -1,8 +1,8 @@
 """Entry points that vLLM and vllm-omni call in every process of theirs.
 
-vLLM calls them while it builds its argument parser, in plain ``vllm serve`` and in helper
-processes too. So they do nothing but look whether this process is a ``--omni`` server that is
-just being started; only then is anything of upstream touched.
+vLLM calls them in plain ``vllm serve`` and in helper processes too. So they do nothing but look
+whether this process is a ``--omni`` server that is just being started; only then is anything of
+upstream touched.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import logging
 import multiprocessing
 import os
 import sys
+from pathlib import Path
+from typing import NoReturn
+
+from vllm_omni_health.console import complain, open_standard_streams
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "VLLM_OMNI_HEALTH"
-"""Environment variable that switches the layer off, for comparison runs."""
 
 
 def _starting_omni_server() -> bool:
@@ -25,29 +26,60 @@ def _starting_omni_server() -> bool:
     return "--omni" in sys.argv and "serve" in sys.argv[1:3]
 
 
-def register() -> None:
-    """Entry point of ``vllm.general_plugins``: put our ``serve`` command in upstream's place.
+def check_environment() -> None:
+    """Entry point of ``vllm.platform_plugins``: names no platform, so vLLM goes on without it.
 
-    Raises SystemExit with one clear line when upstream is not a version we know: vLLM would
-    swallow anything else and serve without the layer.
+    vLLM asks for platforms as soon as it is imported itself, a second after the process has
+    begun. What is known to be wrong by then need not wait for the ten seconds of imports that
+    follow. Raises SystemExit with one clear line.
     """
     if not _starting_omni_server():
         return
-    from vllm_omni.health import seams
-    from vllm_omni.health.settings.model import SettingsError, enabled
+    # Before the imports open files that would take the numbers of streams that are missing.
+    open_standard_streams()
+    from vllm_omni_health.settings import sources
+    from vllm_omni_health.upstream import UpstreamError, check_version
 
     try:
-        if not enabled():
-            print(
-                f"vllm serve --omni: the health layer is off ({SWITCH}={os.environ.get(SWITCH)})",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
+        if sources.enabled():
+            check_version()
+            sources.check_environ()
+    except (UpstreamError, sources.SettingsError) as exc:
+        _give_up(exc)
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``: put our ``serve`` command in upstream's place.
+
+    Called while vLLM builds its argument parser. Raises SystemExit with one clear line when
+    upstream is not a version we know: vLLM would swallow anything else and serve without the
+    layer.
+    """
+    if not _starting_omni_server():
+        return
+    # vLLM asks for no platforms where VLLM_TARGET_DEVICE names one.
+    check_environment()
+    from vllm_omni.health import seams
+
+    from vllm_omni_health.settings.sources import SWITCH, enabled
+
+    if not enabled():
+        complain(f"the health layer is off ({SWITCH}={os.environ.get(SWITCH)})")
+        return
+    try:
         seams.install_command()
-    except (seams.SeamError, SettingsError) as exc:
-        print(f"vllm serve --omni: {exc}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+    except seams.UpstreamError as exc:
+        _give_up(exc)
+
+
+def _give_up(why: Exception) -> NoReturn:
+    from vllm_omni_health.exit_line import line_without_fault, write_line
+    from vllm_omni_health.settings.model import variable
+
+    complain(why)
+    log = os.environ.get(variable("termination_log"))
+    write_line(line_without_fault(1), Path(log) if log else None, None)
+    raise SystemExit(1)
 
 
 def register_omni() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from vllm_omni.engine.health import stage_memory
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.settings.model import load
 from vllm_omni.health.state.machine import HealthMachine, State
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.drills.hog import hogging
+from vllm_omni_health.settings.sources import load
 
 pytestmark = [
     pytest.mark.gpu,

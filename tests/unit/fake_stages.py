@@ -13,7 +13,8 @@ from vllm_omni.engine.orchestrator import OrchestratorRequestState
 from vllm_omni.engine.stage_pool import StagePool
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 WAIT_S = 20
 

@@ -27,8 +27,9 @@ from vllm_omni.entrypoints.openai.serving_speech_stream import OmniStreamingSpee
 from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
 from vllm_omni.errors import client_error_from_metadata
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.utils.tracking_parser import TrackingArgumentParser
+
+from vllm_omni_health.settings.model import HealthSettings
 
 
 def build_app(tasks=("generate",)):

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from vllm_omni.entrypoints.health.server.arguments import BadInput, BadUsage, checked_settings
-from vllm_omni.health.settings.model import HealthSettings, SettingsError, variable
+
+from vllm_omni_health.settings.model import HealthSettings, variable
+from vllm_omni_health.settings.sources import SettingsError
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 from vllm_omni.health.faults import classify as module
 from vllm_omni.health.faults.classify import (
     CHAIN_LIMIT,
-    DEFAULT_CLASSES,
-    DEFAULT_CODES,
-    DEFAULT_TABLE,
-    ClassificationTable,
-    class_names,
     classify,
     fault_from_exception,
     walk,
 )
 from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
+from vllm_omni.health.faults.table import (
+    DEFAULT_CLASSES,
+    DEFAULT_CODES,
+    DEFAULT_TABLE,
+    ClassificationTable,
+    class_names,
+)
 
 
 def named(dotted: str, *bases: type[BaseException], **namespace: Any) -> type[BaseException]:

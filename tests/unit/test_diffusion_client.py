@@ -14,7 +14,8 @@ from vllm_omni.engine.health.diffusion import client as diffusion_client
 from vllm_omni.engine.health.diffusion.client import fault_message, never_block
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -17,7 +17,9 @@ from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.fault import FaultError, FaultKind
 from vllm_omni.health.processes.last_words import LastWordsReader, LastWordsWriter, speak_through
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings.model import HealthSettings, SettingsError
+
+from vllm_omni_health.settings.model import HealthSettings
+from vllm_omni_health.settings.sources import SettingsError
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from vllm_omni.health.faults.fault import FaultKind
-from vllm_omni.health.settings.model import describe
+
+from vllm_omni_health.settings.words import describe
 
 OPERATING = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
 

@@ -3,9 +3,10 @@
 import pytest
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind, Severity
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.health.state.error_budget import ErrorBudget
 from vllm_omni.health.state.machine import HealthMachine, State
+
+from vllm_omni_health.settings.model import HealthSettings
 
 FAILED = Fault(kind=FaultKind.ENGINE, severity=Severity.REQUEST, stage_id=0, message="a prompt")
 

@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
-from vllm_omni.health.faults.exit_line import TERMINATION_LOG_LIMIT, reason_line, write_reason
+from vllm_omni.health.faults.exit_line import reason_line, write_reason
 from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
+
+from vllm_omni_health.exit_line import TERMINATION_LOG_LIMIT
 
 
 class Broken(io.StringIO):

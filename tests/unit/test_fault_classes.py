@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 from vllm_omni.engine.health.diffusion import faults as diffusion_faults
 from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
-from vllm_omni.health.faults import classes as fault_classes
+from vllm_omni.health.faults import plugins, table
 from vllm_omni.health.faults.classify import classify, fault_from_exception
 from vllm_omni.health.faults.fault import FaultKind, Severity
-from vllm_omni.health.settings.model import SettingsError, load, variable
+
+from vllm_omni_health.settings.fault_classes import checked
+from vllm_omni_health.settings.model import variable
+from vllm_omni_health.settings.sources import SettingsError, load
 
 NAME = f"{__name__}.VendorError"
 
@@ -27,11 +30,11 @@ class DerivedError(VendorError):
 @pytest.fixture(autouse=True)
 def _own_table():
     yield
-    fault_classes.use(None)
+    table.use(None)
 
 
 def use(**entries):
-    fault_classes.use(fault_classes.table_with(fault_classes.checked(entries)))
+    table.use(table.table_with(checked(entries)))
 
 
 # ---- what an entry does --------------------------------------------------------------------
@@ -132,15 +135,15 @@ def test_child_processes_classify_by_their_environment():
 
 
 def test_nonsense_in_the_environment_of_a_child_is_ignored(monkeypatch):
-    monkeypatch.setenv(fault_classes.VARIABLE, "what=ever=")
-    fault_classes.use(None)
+    monkeypatch.setenv(table.VARIABLE, "what=ever=")
+    table.use(None)
     assert classify(MemoryError()).kind is FaultKind.HOST_OOM
 
 
 # ---- plugins -------------------------------------------------------------------------------
 
 
-def plugins(monkeypatch, **found):
+def installed(monkeypatch, **found):
     """Let these be installed: name → what its entry point stands for, or raises."""
 
     def load_one(value):
@@ -156,10 +159,10 @@ def plugins(monkeypatch, **found):
 
 
 def test_plugins_add_classes_and_a_setting_wins(monkeypatch):
-    plugins(
+    installed(
         monkeypatch, npu={"npu.Error": "oom", "npu.Other": "engine"}, fun=lambda: {NAME: "hang"}
     )
-    monkeypatch.setenv(fault_classes.VARIABLE, "npu.Other=collective")
+    monkeypatch.setenv(table.VARIABLE, "npu.Other=collective")
     settings = checked_settings(SimpleNamespace())
     assert settings.fault_classes == {
         "npu.Error": "oom:fatal",
@@ -177,7 +180,7 @@ def test_plugins_add_classes_and_a_setting_wins(monkeypatch):
     ],
 )
 def test_a_bad_plugin_stops_the_start_with_one_line(monkeypatch, value, what):
-    plugins(monkeypatch, npu=value)
+    installed(monkeypatch, npu=value)
     with pytest.raises(BadInput) as caught:
         checked_settings(SimpleNamespace())
     line = str(caught.value)
@@ -191,8 +194,8 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch)
     info = tmp_path / "npu_faults-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-faults\nVersion: 1.0\n")
-    group = f"[{fault_classes.GROUP}]\nnpu = npu_faults:CLASSES\n"
+    group = f"[{plugins.GROUP}]\nnpu = npu_faults:CLASSES\n"
     (info / "entry_points.txt").write_text(group)
-    assert fault_classes.from_plugins() == {}
+    assert plugins.from_plugins() == {}
     monkeypatch.syspath_prepend(tmp_path)
-    assert fault_classes.from_plugins() == {"npu.DeviceLost": "accelerator:fatal"}
+    assert plugins.from_plugins() == {"npu.DeviceLost": "accelerator:fatal"}

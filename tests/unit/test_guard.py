@@ -11,7 +11,8 @@ import websockets
 from vllm_omni.entrypoints.health.http.guard import Cutoff, RequestGuard
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,7 +7,8 @@ import pytest
 from vllm_omni.entrypoints.health.http.held_errors import HeldAnswer, content_type, is_error
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 OOM = Fault(kind=FaultKind.OOM, stage_id=0, replica_id=0)
 

@@ -8,7 +8,8 @@ from vllm_omni.entrypoints.health.http.job_answers import JobAnswer
 from vllm_omni.health.faults.by_request import RequestFaults, is_request_of
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 OOM = Fault(kind=FaultKind.OOM, stage_id=0, replica_id=0)
 JOB = "resp_1f"

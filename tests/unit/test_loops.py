@@ -7,8 +7,9 @@ import time
 import pytest
 from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.health.state.machine import HealthMachine, State
+
+from vllm_omni_health.settings.model import HealthSettings
 
 WAIT_S = 20
 

@@ -14,15 +14,15 @@ from fake_nvml import GIB, FakeNvml, Gpu
 from prometheus_client import CollectorRegistry
 from vllm_omni.health.faults.fault import process_lost
 from vllm_omni.health.memory import metrics
-from vllm_omni.health.memory.floor import Floor
 from vllm_omni.health.memory.ownership import owned
 from vllm_omni.health.memory.watch import MemoryWatch
-from vllm_omni.health.settings.model import load
 from vllm_omni.health.state.machine import HealthMachine, State
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.devices.simulated import SimulatedDevice
 from vllm_omni_health.devices.survey import Devices
+from vllm_omni_health.settings.floor import Floor
+from vllm_omni_health.settings.sources import load
 
 CORE, WORKER, STRANGER = 1001, 1002, 2001
 

@@ -9,7 +9,8 @@ import janus
 import pytest
 from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue, get_output_blocking_async
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 WAIT_S = 20
 

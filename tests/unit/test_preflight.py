@@ -16,12 +16,12 @@ from vllm_omni.health.memory.preflight import PreflightError, before_start, when
 from vllm_omni.health.memory.preflight import _orphans as orphans
 from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.processes.process import parent_pid
-from vllm_omni.health.settings.model import load
 from vllm_omni.health.state.machine import HealthMachine
 
 from vllm_omni_health.devices import nvml
 from vllm_omni_health.devices.figures import DeviceSample
 from vllm_omni_health.devices.survey import Devices
+from vllm_omni_health.settings.sources import load
 
 
 def host(free: int = 100 * GIB) -> Any:

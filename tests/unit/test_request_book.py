@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from vllm_omni.entrypoints.health.http.call import GuardedCall, set_current_call
 from vllm_omni.entrypoints.health.http.request_book import RequestBook
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
+
+from vllm_omni_health.settings.model import HealthSettings
 
 
 def client(**more):

@@ -15,6 +15,7 @@ from vllm_omni.health.seams import (
     WORKER,
     Seam,
     SeamError,
+    UpstreamError,
 )
 
 TABLES = (COMMAND, SERVER, STAGE_PROCESS, WORKER, DIFFUSION_ENGINE, DIFFUSION_WORKER)
@@ -77,7 +78,7 @@ def test_nothing_is_installed_when_one_row_does_not_fit():
 @pytest.mark.parametrize("version", ["0.29.4", "0.31.0rc1", "1.30.0"])
 def test_another_upstream_version_is_refused(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(SeamError) as caught:
+    with pytest.raises(UpstreamError) as caught:
         seams.install_worker()
     text = str(caught.value)
     assert version in text

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm_omni.health.memory.floor import ALLOWED as FLOOR_ALLOWED
-from vllm_omni.health.settings.model import (
-    PREFIX,
-    HealthSettings,
-    SettingsError,
-    describe,
-    enabled,
-    load,
-    variable,
-)
+
+from vllm_omni_health.settings.floor import ALLOWED as FLOOR_ALLOWED
+from vllm_omni_health.settings.model import PREFIX, HealthSettings, variable
+from vllm_omni_health.settings.sources import SettingsError, enabled, load
+from vllm_omni_health.settings.words import describe
 
 FIELDS = list(HealthSettings.model_fields)
 

@@ -8,8 +8,9 @@ import pytest
 from vllm_omni.entrypoints.health.server.systemd import ServiceManager
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.health.state.machine import HealthMachine
+
+from vllm_omni_health.settings.model import HealthSettings
 
 WAIT_S = 20
 

@@ -18,9 +18,10 @@ from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.memory import metrics
 from vllm_omni.health.memory.watch import MemoryWatch
 from vllm_omni.health.processes.supervisor import Supervisor
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.health.state.error_budget import ErrorBudget
 from vllm_omni.health.state.machine import HealthMachine, State
+
+from vllm_omni_health.settings.model import HealthSettings
 
 _OVERTIME_S = 1.0
 """How far the end of the process may be behind ``shutdown_timeout_s`` before it is forced. The

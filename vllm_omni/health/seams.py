@@ -13,11 +13,10 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED = ("0.30",)
-"""Release series of vllm-omni that these seams were run with."""
+from vllm_omni_health.upstream import SUPPORTED, UpstreamError, check_version
 
 
-class SeamError(Exception):
+class SeamError(UpstreamError):
     """Upstream is not as a seam expects it; the text names seam, found and supported version."""
 
 
@@ -228,7 +227,7 @@ def original(target: str) -> Any:
 
 
 def _install(table: tuple[Seam, ...]) -> None:
-    version = _check_version()
+    version = check_version()
     places = [(seam, *_check(seam, version)) for seam in table if seam.target not in _originals]
     for seam, owner, name, found in places:
         _originals[seam.target] = found
@@ -236,20 +235,6 @@ def _install(table: tuple[Seam, ...]) -> None:
         if isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod):
             replacement = staticmethod(replacement)
         setattr(owner, name, replacement)
-
-
-def _check_version() -> str:
-    try:
-        version = importlib.metadata.version("vllm-omni")
-    except importlib.metadata.PackageNotFoundError:
-        raise SeamError("vllm-omni is not installed") from None
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise SeamError(
-            f"vllm-omni {version} is not supported by this health layer, which knows "
-            f"{', '.join(s + '.x' for s in SUPPORTED)}; install a version that fits, or set "
-            "VLLM_OMNI_HEALTH=off to run without the layer"
-        )
-    return version
 
 
 def _check(seam: Seam, version: str) -> tuple[Any, str, Any]:

@@ -13,19 +13,13 @@ an ``engine`` fault, and fatal.
 
 from __future__ import annotations
 
-import errno
 import logging
 import traceback
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vllm_omni.health.faults.fault import (
-    Fault,
-    FaultError,
-    FaultKind,
-    Severity,
-)
+from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
+from vllm_omni.health.faults.table import ClassificationTable, attribute, class_names, in_force
 
 logger = logging.getLogger(__name__)
 
@@ -34,116 +28,6 @@ CHAIN_LIMIT = 256
 
 FRAME_LIMIT = 64
 """Innermost frames kept per exception in a traceback's text."""
-
-Verdict = tuple[FaultKind, Severity]
-"""What the table says about a class."""
-
-_FATAL = Severity.FATAL
-_REQUEST = (FaultKind.ENGINE, Severity.REQUEST)
-
-DEFAULT_CLASSES: Mapping[str, Verdict] = MappingProxyType(
-    {
-        # torch 2.13; torch.cuda.OutOfMemoryError is the same class under an older name.
-        "torch.OutOfMemoryError": (FaultKind.OOM, _FATAL),
-        "torch.cuda.OutOfMemoryError": (FaultKind.OOM, _FATAL),
-        "torch.AcceleratorError": (FaultKind.ACCELERATOR, _FATAL),
-        # Base of DistBackendError, DistNetworkError, DistStoreError and QueueEmptyError.
-        "torch.distributed.DistError": (FaultKind.COLLECTIVE, _FATAL),
-        "builtins.MemoryError": (FaultKind.HOST_OOM, _FATAL),
-        # vLLM's multiprocess executor raises it when execute_model takes too long.
-        "builtins.TimeoutError": (FaultKind.HANG, _FATAL),
-        # The request is wrong, or may not be served now. A bare ValueError is not listed: it is
-        # as often a bug of the server's as a mistake of the client's.
-        "vllm.exceptions.VLLMClientError": _REQUEST,
-        "vllm.exceptions.GracefulHTTPError": _REQUEST,
-        "vllm_omni.errors.OmniClientError": _REQUEST,
-        "vllm_omni.entrypoints.openai.errors.InvalidInputReferenceError": _REQUEST,
-        "vllm_omni.protocol.realtime.errors.RealtimeProtocolError": _REQUEST,
-        "vllm_omni.diffusion.diffusion_kv.manager.DiffusionKVAdmissionError": _REQUEST,
-        # One generation failed and vLLM calls it recoverable; a fatal cause still wins.
-        "vllm.exceptions.GenerationError": _REQUEST,
-        "vllm.v1.engine.exceptions.EngineGenerateError": _REQUEST,
-        # A client's abort.
-        "vllm_omni.diffusion.data.DiffusionRequestAbortedError": _REQUEST,
-        "asyncio.exceptions.CancelledError": _REQUEST,
-    }
-)
-
-
-class CodeRule(NamedTuple):
-    """Codes that tell apart errors which share one class.
-
-    ``attribute`` of an instance holds the code; a code that is not listed leaves the class's
-    own verdict as it is.
-    """
-
-    attribute: str
-    kinds: Mapping[int, FaultKind]
-
-
-DEFAULT_CODES: Mapping[str, CodeRule] = MappingProxyType(
-    {
-        # torch sets error_code to the runtime's own number. 2 is cudaErrorMemoryAllocation
-        # (CUDA Runtime API, enum cudaError) and hipErrorOutOfMemory (HIP, enum hipError_t): an
-        # allocation outside torch's allocator, such as a graph's or a library's workspace.
-        "torch.AcceleratorError": CodeRule("error_code", MappingProxyType({2: FaultKind.OOM})),
-        # ENOMEM, errno(3): mmap or fork found no memory, also for shared memory.
-        "builtins.OSError": CodeRule("errno", MappingProxyType({errno.ENOMEM: FaultKind.HOST_OOM})),
-    }
-)
-
-
-class ClassificationTable:
-    """Dotted class name → kind and severity. Immutable; any thread may use it."""
-
-    __slots__ = ("classes", "codes")
-
-    classes: Mapping[str, Verdict]
-    codes: Mapping[str, CodeRule]
-
-    def __init__(
-        self,
-        classes: Mapping[str, Verdict] = DEFAULT_CLASSES,
-        codes: Mapping[str, CodeRule] = DEFAULT_CODES,
-    ) -> None:
-        object.__setattr__(self, "classes", MappingProxyType(dict(classes)))
-        object.__setattr__(self, "codes", MappingProxyType(dict(codes)))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a ClassificationTable cannot be changed; use extended()")
-
-    def extended(self, classes: Mapping[str, tuple[str, str]]) -> ClassificationTable:
-        """A table in which ``classes`` are added to, or replace, what this one has.
-
-        Kinds and severities may be given as plain strings. Raises ValueError for a name that is
-        not dotted and for an unknown kind or severity.
-        """
-        added: dict[str, Verdict] = {}
-        for name, (kind, severity) in classes.items():
-            if "." not in name:
-                raise ValueError(f"{name!r} is not a dotted class name; write builtins.{name}?")
-            added[name] = (FaultKind(kind), Severity(severity))
-        return ClassificationTable({**self.classes, **added}, self.codes)
-
-    def verdict(self, exc: BaseException) -> Verdict | None:
-        """What the table says about ``exc`` alone, without its causes; None if nothing.
-
-        The nearest class along the MRO that is listed decides.
-        """
-        for name in class_names(type(exc)):
-            verdict = self.classes.get(name)
-            rule = self.codes.get(name)
-            if rule is not None:
-                code = _attribute(exc, rule.attribute)
-                kind = rule.kinds.get(code) if isinstance(code, int) else None
-                if kind is not None:
-                    return kind, verdict[1] if verdict is not None else Severity.FATAL
-            if verdict is not None:
-                return verdict
-        return None
-
-
-DEFAULT_TABLE = ClassificationTable()
 
 
 class Finding(NamedTuple):
@@ -157,13 +41,13 @@ class Finding(NamedTuple):
 def classify(exc: BaseException, table: ClassificationTable | None = None) -> Finding:
     """Judge ``exc`` by its own class and those of everything that led to it.
 
-    ``table``: by default the one in force in this process (classes.py).
+    ``table``: by default the one in force in this process (table.py).
 
     Fatal beats request-scoped: a validation error raised while an OOM was handled is an OOM.
     Request-scoped is only what says so itself, or wraps such an error by ``raise … from`` in a
     class without an entry of its own; a group is only if all its members are.
     """
-    table = table or _table_in_force()
+    table = table or in_force()
     best: Finding | None = None
     for found in walk(exc):
         verdict = table.verdict(found)
@@ -175,15 +59,6 @@ def classify(exc: BaseException, table: ClassificationTable | None = None) -> Fi
         return best
     request = _request_scoped(exc, table)
     return request or Finding(FaultKind.ENGINE, Severity.FATAL, exc)
-
-
-def _table_in_force() -> ClassificationTable:
-    try:
-        # Here, because it builds on this module.
-        from vllm_omni.health.faults.classes import in_force
-    except BaseException:  # not even memory for an import may be left
-        return DEFAULT_TABLE
-    return in_force()
 
 
 def fault_from_exception(
@@ -225,35 +100,11 @@ def walk(exc: BaseException) -> Iterator[BaseException]:
             yield found
             following.extend(_members(found))
             cause = _cause(found)
-            if cause is None and not _attribute(found, "__suppress_context__"):
-                cause = _exception(_attribute(found, "__context__"))
+            if cause is None and not attribute(found, "__suppress_context__"):
+                cause = _exception(attribute(found, "__context__"))
             if cause is not None:
                 following.append(cause)
         queue = following
-
-
-def class_names(cls: type) -> Iterator[str]:
-    """Dotted names of ``cls`` and its bases, along the MRO, without ``builtins.object``."""
-    for base in type.__dict__["__mro__"].__get__(cls):
-        if base is object:
-            continue
-        try:
-            module, name = base.__module__, base.__qualname__
-        except BaseException:  # a metaclass may do anything
-            continue
-        if isinstance(module, str) and isinstance(name, str):
-            yield f"{module}.{name}"
-
-
-# An exception's class can replace any attribute by a property that raises, also SystemExit, and
-# this runs where a process tries to say why it is dying: hence _attribute() and BaseException.
-
-
-def _attribute(exc: BaseException, name: str) -> object:
-    try:
-        return getattr(exc, name, None)
-    except BaseException:
-        return None
 
 
 def _exception(value: object) -> BaseException | None:
@@ -261,13 +112,13 @@ def _exception(value: object) -> BaseException | None:
 
 
 def _cause(exc: BaseException) -> BaseException | None:
-    return _exception(_attribute(exc, "__cause__"))
+    return _exception(attribute(exc, "__cause__"))
 
 
 def _members(exc: BaseException) -> list[BaseException]:
     if not issubclass(type(exc), BaseExceptionGroup):
         return []
-    members = _attribute(exc, "exceptions")
+    members = attribute(exc, "exceptions")
     if not isinstance(members, tuple):
         return []
     return [member for member in members[:CHAIN_LIMIT] if _exception(member) is not None]
@@ -295,7 +146,7 @@ def _request_scoped(exc: BaseException, table: ClassificationTable) -> Finding |
 def _carried_fault(exc: BaseException) -> Fault | None:
     for found in walk(exc):
         if issubclass(type(found), FaultError):
-            fault = _attribute(found, "fault")
+            fault = attribute(found, "fault")
             if isinstance(fault, Fault):
                 return fault
     return None

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_omni.health.faults.fault import Fault
 
-SCHEMA_VERSION = 1
-"""Value of ``schema``; grows when a field changes its meaning or goes away."""
-
-TERMINATION_LOG_LIMIT = 4096
-"""Bytes that the kubelet reads of a container's termination message; the rest is cut off, which
-would leave no JSON ("Determine the Reason for Pod Failure" in the Kubernetes documentation)."""
-
-_NO_FAULT = {
-    0: "The server stopped as it was told to.",
-    1: "The server could not start; its log says why.",
-    2: "The server could not start: its command line makes no sense.",
-}
-_NO_FAULT_OTHER = "The server ended without a fault of its own."
+from vllm_omni_health.exit_line import SCHEMA_VERSION, line_without_fault, write_line
 
 
 def reason_line(fault: Fault | None, exit_status: int) -> str:
@@ -29,10 +16,9 @@ def reason_line(fault: Fault | None, exit_status: int) -> str:
 
     Like :meth:`Fault.public` it has no text of an exception, no prompt and no paths.
     """
-    reason: dict[str, Any] = {"schema": SCHEMA_VERSION, "exit_status": exit_status}
     if fault is None:
-        reason |= {"kind": None, "message": _NO_FAULT.get(exit_status, _NO_FAULT_OTHER)}
-        return json.dumps(reason)
+        return line_without_fault(exit_status)
+    reason: dict[str, Any] = {"schema": SCHEMA_VERSION, "exit_status": exit_status}
     reason |= fault.public()
     reason |= {
         "rank": fault.rank,
@@ -48,42 +34,7 @@ def reason_line(fault: Fault | None, exit_status: int) -> str:
 def write_reason(
     fault: Fault | None, exit_status: int, path: Path | None, stream: TextIO | None
 ) -> bool:
-    """Write the line to ``stream``, and to the file at ``path`` if there is one.
-
-    The file is replaced, so a later reason takes the place of an earlier one. Never raises: what
-    cannot be written to the file is complained about on the stream. Returns whether everything
-    was written.
+    """Write the line to ``stream``, and to the file at ``path`` if there is one, as
+    :func:`vllm_omni_health.exit_line.write_line` does. Never raises; whether all was written.
     """
-    line = reason_line(fault, exit_status)
-    written = _write_stream(stream, line)
-    if path is None:
-        return written
-    try:
-        _write_file(path, line.encode() + b"\n")
-    except (OSError, ValueError) as error:
-        _write_stream(stream, f"cannot write the termination log {str(path)!a}: {error!a}")
-        return False
-    return written
-
-
-def _write_stream(stream: TextIO | None, line: str) -> bool:
-    if stream is None:  # sys.stderr of a process without one
-        return False
-    try:
-        # One write, so that lines of other processes do not come in between.
-        stream.write(line + "\n")
-        stream.flush()
-    except (OSError, ValueError):  # closed, or nobody reads it any more
-        return False
-    return True
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    # Not blocking: a pipe without a reader must not hold up the exit.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o644)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    finally:
-        os.close(descriptor)
+    return write_line(reason_line(fault, exit_status), path, stream)

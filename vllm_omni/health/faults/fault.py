@@ -12,10 +12,12 @@ from __future__ import annotations
 import signal as _signal
 import time as _time
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+
+from vllm_omni_health.kinds import FaultKind, Severity
+from vllm_omni_health.text import one_line
 
 MESSAGE_LIMIT = 4096
 """Bytes of UTF-8 kept of an exception's own text. The interesting part of a
@@ -33,78 +35,11 @@ BASES_LIMIT = 32
 """Names of base classes kept."""
 
 
-class _KindFacts(NamedTuple):
-    exit_status: int
-    sentence: str
-
-
-class FaultKind(StrEnum):
-    """The kind of a fault. The order of definition is the order of precedence."""
-
-    OOM = "oom"
-    HOST_OOM = "host_oom"
-    ACCELERATOR = "accelerator"
-    PROCESS_LOST = "process_lost"
-    HANG = "hang"
-    COLLECTIVE = "collective"
-    ENGINE = "engine"
-    ORCHESTRATOR = "orchestrator"
-
-    @property
-    def exit_status(self) -> int:
-        """Exit status of a server that ends because of this kind of fault."""
-        return _KIND_FACTS[self].exit_status
-
-    @property
-    def sentence(self) -> str:
-        """The one sentence a client or a pod's termination message may show."""
-        return _KIND_FACTS[self].sentence
-
-    @property
-    def precedence(self) -> int:
-        """Rank in which the reason is settled; the lowest is the most telling.
-
-        The first message is often not the first cause: the peers of a rank
-        that ran out of memory report a collective error.
-        """
-        return _PRECEDENCE[self]
-
-
-_KIND_FACTS = {
-    FaultKind.OOM: _KindFacts(81, "The server ran out of accelerator memory."),
-    FaultKind.HOST_OOM: _KindFacts(82, "The server ran out of host memory."),
-    FaultKind.ACCELERATOR: _KindFacts(
-        83, "An accelerator of the server failed and cannot be used any more."
-    ),
-    FaultKind.PROCESS_LOST: _KindFacts(85, "A process of the server ended unexpectedly."),
-    FaultKind.HANG: _KindFacts(86, "The server stopped making progress."),
-    FaultKind.COLLECTIVE: _KindFacts(
-        84, "Communication between accelerators of the server failed."
-    ),
-    FaultKind.ENGINE: _KindFacts(80, "The model engine met an error that it cannot recover from."),
-    FaultKind.ORCHESTRATOR: _KindFacts(
-        87, "The server's coordination of requests does not work any more."
-    ),
-}
 _SHORT_OF_MEMORY = {
     FaultKind.OOM: "The server is short of accelerator memory. Please retry later.",
     FaultKind.HOST_OOM: "The server is short of host memory. Please retry later.",
 }
 """Nothing has failed, and nothing has to: requests are refused so that it does not come to that."""
-
-_PRECEDENCE = {kind: rank for rank, kind in enumerate(FaultKind)}
-
-
-class Severity(StrEnum):
-    """How far a fault reaches.
-
-    ``request``: this request fails, the replica is as good as before.
-    ``fatal``: the replica cannot be trusted any more.
-    """
-
-    REQUEST = "request"
-    FATAL = "fatal"
-
 
 REQUEST_SENTENCE = "The server failed to process a request."
 """What is shown of a fault that is over with the request that met it."""
@@ -328,14 +263,6 @@ def clip(text: str, limit: int) -> str:
     missing = len(data) - room + dropped
     kept = data[:head], mark % missing, data[-tail:]
     return b"".join(kept).decode("utf-8", "ignore")
-
-
-def one_line(text: str) -> str:
-    """``text`` with line breaks and control characters written as escapes."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
 
 
 def iso_time(seconds: float) -> str:

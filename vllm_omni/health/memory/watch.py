@@ -23,7 +23,6 @@ from vllm_omni.health.memory.account import (
     gather,
 )
 from vllm_omni.health.memory.discrepancy import GapTracker
-from vllm_omni.health.memory.floor import Floor
 from vllm_omni.health.memory.ownership import owned
 from vllm_omni.health.memory.pressure import PressureGate
 from vllm_omni.health.memory.reports import Reports, reports_folder
@@ -35,13 +34,14 @@ from vllm_omni.health.memory.view import (
     StageRow,
 )
 from vllm_omni.health.processes.watched import ReplicaKey
-from vllm_omni.health.settings.model import HealthSettings
 from vllm_omni.health.state.machine import HealthMachine, ReplicaState
 from vllm_omni.health.state.values import Snapshot
 
 from vllm_omni_health.devices.figures import DeviceSample, in_words
 from vllm_omni_health.devices.host import HOST
 from vllm_omni_health.devices.survey import Devices
+from vllm_omni_health.settings.floor import Floor
+from vllm_omni_health.settings.model import HealthSettings
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,8 @@ from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind
 from vllm_omni.health.processes.watched import ReplicaKey
 from vllm_omni.health.runtime import HealthRuntime, current
-from vllm_omni.health.settings.model import SettingsError
+
+from vllm_omni_health.settings.sources import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 from vllm_omni.engine.health.ar.envelope import FaultText, WorkerError
 from vllm_omni.errors import OmniClientError
-from vllm_omni.health.faults.classes import in_force
 from vllm_omni.health.faults.classify import (
     ClassificationTable,
     classify,
@@ -33,6 +32,7 @@ from vllm_omni.health.faults.classify import (
     walk,
 )
 from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity, process_lost
+from vllm_omni.health.faults.table import in_force
 from vllm_omni.health.processes.process import ExitStatus
 
 _HARMLESS = (

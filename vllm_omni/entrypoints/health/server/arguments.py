@@ -9,8 +9,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.health.faults import classes as fault_classes
-from vllm_omni.health.settings.model import HealthSettings, load, variable
+from vllm_omni.health.faults.plugins import from_plugins
+
+from vllm_omni_health.settings.fault_classes import FaultClassError
+from vllm_omni_health.settings.model import HealthSettings, variable
+from vllm_omni_health.settings.sources import load
 
 _CLOSING_S = 30
 """Seconds for closing everything after a drain whose length vLLM's option sets."""
@@ -91,8 +94,8 @@ def _with_vllms_drain(args: Any, argument: dict[str, Any] | None) -> dict[str, A
 def _with_plugins(settings: HealthSettings) -> HealthSettings:
     """The same settings with the exception classes that plugins name; a setting's own win."""
     try:
-        named = fault_classes.from_plugins()
-    except fault_classes.FaultClassError as exc:
+        named = from_plugins()
+    except FaultClassError as exc:
         raise BadInput(exc) from None
     return settings.model_copy(update={"fault_classes": {**named, **settings.fault_classes}})
 

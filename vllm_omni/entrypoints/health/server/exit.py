@@ -20,11 +20,9 @@ from vllm_omni.health.memory.reports import SERVERS_FOLDER
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
 
-logger = logging.getLogger(__name__)
+from vllm_omni_health.console import plain_stderr
 
-PLAIN_STDERR = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-"""Stderr without the process prefix that upstream writes in front of every line: what machines
-read must be a whole line of JSON."""
+logger = logging.getLogger(__name__)
 
 _INTERPRETER_EXIT_S = 5.0
 """How long the interpreter may take to end after the last of our work: stuck executor threads
@@ -38,29 +36,6 @@ _LONGEST_SOCKET_NAME = "x" * 36
 
 _leaving = threading.Event()
 _socket_folder: str | None = None
-
-
-def complain(what: object) -> None:
-    """One line for the person who started the server."""
-    with contextlib.suppress(OSError):  # who has closed stderr does not want to know
-        print(f"vllm serve --omni: {what}", file=PLAIN_STDERR, flush=True)
-
-
-def open_standard_streams() -> None:
-    """Give this process the standard streams that it was started without.
-
-    Else the next file that is opened takes their place, and libraries that print fail.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # The lowest free number is given, and that is this one.
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def make_socket_folder() -> None:
@@ -128,7 +103,7 @@ def leave(runtime: HealthRuntime, status: int) -> None:
 def state_reason(runtime: HealthRuntime, status: int) -> None:
     """Write why the server ends with ``status``, to stderr and to the termination log."""
     fault = _stated_fault(runtime, status)
-    write_reason(fault, status, runtime.settings.termination_log, PLAIN_STDERR)
+    write_reason(fault, status, runtime.settings.termination_log, plain_stderr())
 
 
 def note_reason(runtime: HealthRuntime) -> None:

@@ -16,38 +16,39 @@ from typing import Any, NoReturn
 import uvloop
 from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
 from vllm_omni.entrypoints.health.server.exit import (
-    complain,
     end_now,
     leave,
     make_socket_folder,
-    open_standard_streams,
     remove_socket_folder,
 )
 from vllm_omni.entrypoints.health.server.start import START_FAILED, StartGuard, describe
 from vllm_omni.entrypoints.health.server.systemd import ServiceManager
 from vllm_omni.health import __version__, seams
-from vllm_omni.health.faults import classes as fault_classes
+from vllm_omni.health.faults import table as fault_table
 from vllm_omni.health.faults.classify import fault_from_exception, walk
 from vllm_omni.health.faults.exit_line import write_reason
 from vllm_omni.health.memory.preflight import PreflightError, before_start
 from vllm_omni.health.runtime import HealthRuntime, set_current
-from vllm_omni.health.settings.model import SettingsError, variable
 from vllm_omni.health.state.machine import State
+
+from vllm_omni_health.console import complain
+from vllm_omni_health.settings.model import variable
+from vllm_omni_health.settings.sources import SettingsError
+from vllm_omni_health.upstream import UpstreamError
 
 logger = logging.getLogger(__name__)
 
 
 def serve(args: Any) -> NoReturn:
     """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
-    open_standard_streams()
     try:
         settings = checked_settings(args)
         # Child processes have no command line of ours.
         os.environ.update(settings.to_environ())
-        fault_classes.use(fault_classes.table_with(settings.fault_classes))
+        fault_table.use(fault_table.table_with(settings.fault_classes))
         seams.install_server()
         make_socket_folder()
-    except (SettingsError, seams.SeamError, BadInput) as exc:
+    except (SettingsError, UpstreamError, BadInput) as exc:
         complain(exc)
         status = getattr(exc, "exit_status", START_FAILED)
         # The settings may be what is wrong, so their file is looked for where it is usually set.

@@ -14,10 +14,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-from vllm_omni.entrypoints.health.server.exit import complain, end_process, leave, wait_leaving
+from vllm_omni.entrypoints.health.server.exit import end_process, leave, wait_leaving
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
+
+from vllm_omni_health.console import complain
 
 logger = logging.getLogger(__name__)
 

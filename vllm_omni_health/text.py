@@ -1,0 +1,11 @@
+"""Text that has to stay on one line."""
+
+from __future__ import annotations
+
+
+def one_line(text: str) -> str:
+    """``text`` with line breaks and control characters written as escapes."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
