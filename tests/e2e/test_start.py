@@ -1,9 +1,10 @@
-"""A stage that is lost while the server starts ends the server, with the reason and status 1."""
+"""Starts that are unlike others: a stage that is lost meanwhile, streams that are missing."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -57,3 +58,31 @@ def test_engine_core_lost_during_start(
     told = [line for line in server.stderr.splitlines() if "start-up failed" in line]
     assert len(told) == 1, server.tail()
     assert f"stage {stage_id}" in told[0]
+
+
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param("<&- >&- 2>&-", id="no-streams"),
+        pytest.param("2>&-", id="no-stderr", marks=pytest.mark.slow),
+        pytest.param(">&-", id="no-stdout", marks=pytest.mark.slow),
+    ],
+)
+def test_serves_without_standard_streams(serve, termination_log: Path, closed: str) -> None:
+    async def drill() -> tuple[Server, int, Ending | None, list[Member]]:
+        # As some daemons are started.
+        wrapper = ("bash", "-c", f'exec "$@" {closed}', "-")
+        async with serve("ar-1", wrapper=wrapper) as server:
+            answer = await server.client.post(
+                "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2}
+            )
+            server.send(signal.SIGTERM)
+            ending = await server.wait_end(60)
+            return server, answer.status_code, ending, await server.wait_processes_gone(5)
+
+    server, status, ending, left = asyncio.run(drill())
+    assert status == 200
+    assert ending is not None
+    assert ending.status == 0, server.tail()
+    assert left == []
+    assert json.loads(termination_log.read_text())["exit_status"] == 0
