@@ -1,5 +1,8 @@
 """The first thing that a spawned child process does: tie its life to its parent's.
 
+And to its parent's alone: what a terminal sends to all processes of its session is the parent's to
+react to, also while the child imports modules.
+
 A process that has lost its parent holds device memory for nobody, and a server that is restarted
 then fails for lack of it. A thread that watches for the parent cannot help while Python imports
 modules or a kernel runs with the GIL held; the kernel's own parent-death signal always can.
@@ -35,8 +38,10 @@ def set_death_signal(signum: int = signal.SIGKILL) -> None:
 
 
 def arm(name: str, parent_pid: int) -> str:
-    """Called in the child. Returns the process's name; does not return in an orphan."""
+    """Called in the child, on its main thread. Returns the process's name, and not in an orphan."""
     set_death_signal()
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     # The parent may have ended before the kernel knew that we care.
     if os.getppid() != parent_pid:
         os._exit(128 + signal.SIGKILL)

@@ -55,6 +55,15 @@ def test_a_hang_ends_the_server_with_its_own_status(
     if target is not None:
         # The log names who it was, and what the kernel shows of it.
         assert f"(pid {target.pid}) is stopped" in server.stdout + server.stderr
+        assert "state T, waits in" in server.stderr
+    else:
+        assert "omni_tiny_models/faults.py" in server.stderr, server.tail(200)
+    # Where the others were, in their own words, and nothing of what they were working on.
+    stacks = [line for line in server.stderr.splitlines() if "[health]" not in line]
+    assert any("core.py" in line and "in run_busy_loop" in line for line in stacks) or (
+        target is not None and target.role is Role.ENGINE_CORE
+    )
+    assert "seaside" not in server.stderr
 
 
 def went_through_suspicion(findings: Findings) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_health.drills.chat import ChatCall
+from vllm_omni_health.drills.chat import ChatCall, Request
 from vllm_omni_health.drills.drill import Drill
+from vllm_omni_health.drills.images import ImageRequest
 from vllm_omni_health.drills.server import Ending, Server
 from vllm_omni_health.drills.tree import Member
 
@@ -43,6 +45,7 @@ def clean(server: Server, ending: Ending | None, left: list[Member], log: Path) 
     [
         pytest.param("ar-2", (1, 1), signal.SIGTERM, id="two stages"),
         pytest.param("ar-1", (1,), signal.SIGINT, id="one stage", marks=pytest.mark.slow),
+        pytest.param("ar-1", (1,), signal.SIGHUP, id="terminal closed", marks=pytest.mark.slow),
     ],
 )
 def test_under_load(
@@ -90,6 +93,56 @@ def test_requests_may_end_while_it_drains(serve, termination_log: Path) -> None:
     server, struck, ending, left = asyncio.run(scenario())
     assert clean(server, ending, left, termination_log) == [], server.tail()
     assert {str(call.outcome) for call in struck} == {"answered"}
+
+
+def signal_all(server: Server, signum: int) -> None:
+    """Signal every process of the server's, in any order, as a service manager does."""
+    members = server.tree.refresh()
+    random.shuffle(members)
+    for member in members:
+        member.id.send(signum)
+
+
+def image_requests(stages: tuple[int, ...]) -> list[Request]:
+    return [ImageRequest.slow(len(stages) - 1, steps=6) for _ in range(2)]
+
+
+EVERYBODY = [
+    pytest.param("ar-2", (1, 1), signal.SIGTERM, 1, id="two stages"),
+    pytest.param("ar-2", (1, 1), signal.SIGTERM, 10, id="often", marks=pytest.mark.slow),
+    pytest.param("diffusion-mp", (1,), signal.SIGTERM, 10, id="worker", marks=pytest.mark.slow),
+    pytest.param(
+        "diffusion-replicas", (2,), signal.SIGTERM, 1, id="replicas", marks=pytest.mark.slow
+    ),
+    pytest.param("ar-1", (1,), signal.SIGINT, 1, id="Ctrl-C", marks=pytest.mark.slow),
+    pytest.param("ar-1", (1,), signal.SIGHUP, 1, id="terminal closed", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("deployment", "stages", "signum", "times"), EVERYBODY)
+def test_a_signal_to_every_process_does_not_break_a_drain(
+    serve, termination_log: Path, deployment, stages, signum, times
+) -> None:
+    """Stages and workers get the signal as well, before the server or after it."""
+
+    async def scenario() -> tuple[Server, list[ChatCall], Ending | None, list[Member]]:
+        async with (
+            serve(deployment, drain_timeout_s=60, shutdown_timeout_s=90) as server,
+            Drill(server, stages) as drill,
+        ):
+            images = deployment.startswith("diffusion")
+            load = await drill.put_under_load(
+                image_requests(stages) if images else drill.one_of_each()
+            )
+            struck = load.in_flight()
+            signal_all(server, signum)
+            await load.settled(END_S)
+            return server, struck, *await end(server)
+
+    for _ in range(times):
+        server, struck, ending, left = asyncio.run(scenario())
+        assert clean(server, ending, left, termination_log) == [], server.tail()
+        assert {str(call.outcome) for call in struck} == {"answered"}
 
 
 @pytest.mark.slow

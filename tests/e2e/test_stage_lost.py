@@ -35,6 +35,9 @@ FATAL = [
     case(AR_1, Signal(stage_id=0)),
     case(AR_1, Mark(stage_id=0)),
     case(AR_1, Signal(stage_id=0, role=Role.WORKER)),
+    # Told to stop alone, while its server is not.
+    case(AR_1, Signal(stage_id=0, role=Role.WORKER, signum=signal.SIGTERM), slow=True),
+    case(AR_2, Signal(stage_id=1, signum=signal.SIGTERM), slow=True),
     case(AR_2, Signal(stage_id=0), slow=True),
     case(AR_2, Signal(stage_id=1)),
     case(AR_2, Mark(stage_id=0), slow=True),

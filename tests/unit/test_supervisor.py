@@ -38,6 +38,9 @@ command = sys.stdin.readline().strip()
 if command.startswith("{"):
     os.write(words, command.encode() + b"\\n")
     os._exit(1)
+if command == "told":
+    os.write(words, b'{"told":{"pid":%d,"signum":15}}\\n' % os.getpid())
+    sys.stdin.readline()
 if command == "thread":
     threading.Thread(target=print, args=("done",), kwargs={"flush": True}).start()
     sys.stdin.readline()
@@ -184,6 +187,51 @@ def test_an_exit_without_a_word_tells_its_status(server_with):
     server.stages[0].tell("3")
     fault = server.wait_for_state(State.DEAD).fault
     assert (fault.kind, fault.exit_code, fault.signal) == (FaultKind.PROCESS_LOST, 3, None)
+
+
+def test_a_process_that_is_told_to_stop_alone_is_lost_and_ended(server_with):
+    server = server_with()
+    server.stages[0].tell("told")
+    fault = server.wait_for_state(State.DEAD).fault
+    assert (fault.kind, fault.role, fault.signal) == (
+        FaultKind.PROCESS_LOST,
+        "engine core",
+        "SIGTERM",
+    )
+    assert fault.pid == server.stages[0].process.pid
+    assert server.stages[0].process.wait(WAIT_S) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("first", ["server", "stage"])
+def test_a_process_that_is_told_to_stop_with_its_server_is_needed_for_the_drain(
+    server_with, monkeypatch, first
+):
+    monkeypatch.setattr("vllm_omni.health.processes.judge._TOLD_S", 0.2)
+    server = server_with(replicas=2)
+    if first == "server":
+        server.machine.drain()
+    server.stages[0].tell("told")
+    time.sleep(0.1)
+    server.machine.drain()
+    time.sleep(0.4)
+    # The other one's loss shows that the first has been judged.
+    os.kill(server.stages[1].process.pid, signal.SIGKILL)
+    snapshot = server.wait_for_state(State.DEGRADED)
+    assert [replica.state.value for replica in snapshot.stages[0].replicas] == ["live", "lost"]
+    assert server.stages[0].process.poll() is None
+
+
+def test_a_process_that_ends_by_the_signal_its_server_gets_as_well_is_no_fault(
+    server_with, monkeypatch
+):
+    """As one does that is still being imported."""
+    monkeypatch.setattr("vllm_omni.health.processes.judge._TOLD_S", 0.2)
+    server = server_with(replicas=2)
+    os.kill(server.stages[0].process.pid, signal.SIGTERM)
+    server.stages[0].process.wait(WAIT_S)
+    server.supervisor.all_closing()
+    time.sleep(0.4)
+    assert server.machine.snapshot.state is State.HEALTHY
 
 
 def test_a_thread_that_ends_is_no_fault(server_with):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from vllm_omni.health.faults.by_request import RequestFaults
 from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.memory import metrics
 from vllm_omni.health.memory.watch import MemoryWatch
@@ -91,13 +92,15 @@ class HealthRuntime:
         self.supervisor.every(watch.period_s, watch.check)
 
     def _orchestrator_given_up(self) -> None:
+        _in_passing(stacks.log_own, "health-own-stacks")
         # It cannot close the stages any more, and nobody is to wait for their ends here.
         self.supervisor.kill_all(wait_s=0)
 
     def _force(self) -> None:
         if not self._forced:
             self._forced = True
-            threading.Thread(target=self.end_by_force, name="health-force-end", daemon=True).start()
+            _in_passing(stacks.log_own, "health-own-stacks")
+            _in_passing(self.end_by_force, "health-force-end")
 
     def _check_deadline(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline + _OVERTIME_S:
@@ -165,6 +168,11 @@ class HealthRuntime:
         reason = self.machine.reason
         # What a spent error budget shows is the failure of some other request.
         return reason if reason is not None and reason.fatal else None
+
+
+def _in_passing(call: Callable[[], object], name: str) -> None:
+    """On a thread of its own, since what it needs may be held by a thread that is stuck."""
+    threading.Thread(target=call, name=name, daemon=True).start()
 
 
 _current: HealthRuntime | None = None

@@ -28,6 +28,7 @@ from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
+from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.loops import BEAT_S
 from vllm_omni.health.liveness.pings import PING, LivenessMonitor, Ping
 from vllm_omni.health.memory.preflight import when_ready
@@ -62,10 +63,11 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         self._evicted: set[tuple[int, int]] = set()
         self._closers: set[asyncio.Task[None]] = set()
         self._failed_all = False
+        self._evidence: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._liveness = LivenessMonitor(
             self._health.machine,
             self._health.settings.hang_timeout_s,
-            on_hang=self._health.supervisor.report,
+            on_hang=self._hangs,
             replicas=self._health.supervisor.replica,
         )
         self._remote = RemoteWatch(
@@ -255,6 +257,17 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             self._health.supervisor.all_closing()
             await self._close_stages()
 
+    def _hangs(self, fault: Fault) -> None:
+        """A replica hangs. Where its threads are is asked before its processes are killed."""
+        assert fault.stage_id is not None
+        assert fault.replica_id is not None
+        key = (fault.stage_id, fault.replica_id)
+        replica = self._health.supervisor.replica(*key)
+        self._health.supervisor.report(fault)
+        if replica is not None:
+            name = f"health-stacks-stage{key[0]}-replica{key[1]}"
+            self._evidence[key] = in_thread(partial(stacks.log_replica, replica), name)
+
     def _is_lost(self, stage_id: int, replica_id: int) -> bool:
         return self._health.machine.replica_state(stage_id, replica_id) is ReplicaState.LOST
 
@@ -346,6 +359,9 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         if lost:
             # Not before the reason has settled: its processes may be stating it right now.
             await asyncio.sleep(self._health.settings.settle_s)
+            evidence = self._evidence.pop((stage_id, replica_id), None)
+            if evidence is not None:
+                await asyncio.wait({evidence}, timeout=2 * stacks.TAKE_S)
             supervisor.kill_replica(stage_id, replica_id)
         done = in_thread(client.shutdown, f"close-stage{stage_id}-replica{replica_id}")
         try:

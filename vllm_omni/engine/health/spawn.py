@@ -1,12 +1,19 @@
-"""Child processes with a last-words pipe, which the supervisor watches from their start on."""
+"""Child processes with a last-words pipe, which the supervisor watches from their start on.
+
+And with one for the order to end, which goes ahead of the signal that ends them: see
+:mod:`vllm_omni.health.processes.stop_signals`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.context
 import os
 from collections.abc import Callable
+from multiprocessing import util
+from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_omni.health.processes.last_words import LastWordsReader
@@ -20,30 +27,51 @@ class WatchedProcessMixin:
     """Adds the pipe before the start and the watch right after it.
 
     ``entry`` is run in the child in place of upstream's target, with the same arguments and
-    ``last_words``, the pipe's writing Connection. Subclasses say how they are watched.
+    ``last_words``, the pipe's writing Connection, and ``order``, the reading one of the pipe for
+    the order to end. Both are None where no server of this layer listens, as on a host with
+    stages alone. Subclasses say how they are watched.
     """
 
     def __init__(self, *, entry: Callable[..., Any], **process: Any) -> None:
         self._words_reader, self._words_writer = self._open_pipe()
+        self._order_reader: Any = None
+        self._order_writer: Any = None
+        if self._words_writer is not None:
+            self._order_reader, self._order_writer = multiprocessing.Pipe(duplex=False)
         super().__init__(  # type: ignore[call-arg]
-            target=functools.partial(entry, last_words=self._words_writer), **process
+            target=functools.partial(
+                entry, last_words=self._words_writer, order=self._order_reader
+            ),
+            **process,
         )
 
     def _open_pipe(self) -> tuple[Any, Any]:
         """The reading and the writing Connection."""
-        return multiprocessing.Pipe(duplex=False)
+        return (None, None) if current() is None else multiprocessing.Pipe(duplex=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is pickled goes to the child, which has the writing end among its arguments.
+        # What is pickled goes to the child, which has its ends among its arguments.
         state = self.__dict__.copy()
         state["_words_reader"] = state["_words_writer"] = None
+        state["_order_reader"] = state["_order_writer"] = None
         return state
+
+    def terminate(self) -> None:
+        """Multiprocessing's SIGTERM, with the order to end ahead of it."""
+        if self._order_writer is not None:
+            _give(self._order_writer)
+        super().terminate()  # type: ignore[misc]
 
     def start(self) -> None:
         """Spawn the process and put it under watch."""
         super().start()  # type: ignore[misc]
-        # Ours must go, or the pipe would not close when the child ends.
-        self._words_writer.close()
+        # Ours must go, or the pipes would not close when the child ends.
+        for end in (self._words_writer, self._order_reader):
+            if end is not None:
+                end.close()
+        if self._order_writer is not None:
+            # At exit multiprocessing ends daemons without terminate(), and waits for them.
+            util.Finalize(self, _give, args=(self._order_writer,), exitpriority=1)
         runtime = current()
         if runtime is None:
             return
@@ -107,6 +135,11 @@ class StageContext:
         fork = self._context.get_start_method() == "fork"
         process = ForkStageProcess if fork else SpawnStageProcess
         return process(entry=self._entry, key=self._key_of(kwargs), kwargs=kwargs, name=name)
+
+
+def _give(order: Connection) -> None:
+    with contextlib.suppress(OSError):  # who has ended needs none
+        order.send_bytes(b"end")
 
 
 def _detach(connection: Any) -> int:

@@ -30,14 +30,23 @@ class WorkerRef(msgspec.Struct, frozen=True):
     pid: int
 
 
+class ToldToStop(msgspec.Struct, frozen=True):
+    """A process got a signal that would have ended it, and goes on."""
+
+    pid: int
+    signum: int
+
+
 class Words(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line on the pipe: the workers of this process, the fault that ends it, or progress.
+    """One line on the pipe: the workers of this process, the fault that ends it, a signal to stop
+    that it got, or progress.
 
     ``progress``: a step of a long call is done, and the process alive.
     """
 
     workers: tuple[WorkerRef, ...] | None = None
     fault: Fault | None = None
+    told: ToldToStop | None = None
     progress: bool = False
 
 
@@ -60,6 +69,10 @@ class LastWordsWriter:
     def fault(self, fault: Fault) -> None:
         """Say why this process is about to end."""
         self._write(Words(fault=fault))
+
+    def told_to_stop(self, signum: int) -> None:
+        """Say that this process got a signal to stop, and leaves the judgement to its server."""
+        self._write(Words(told=ToldToStop(os.getpid(), signum)))
 
     def progress(self) -> None:
         """Say that the work gets on. Not more than about once a second: it wakes the reader."""

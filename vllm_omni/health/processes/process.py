@@ -24,6 +24,10 @@ _STAT_EXIT_CODE = 51
 """Zero-based fields of ``/proc/PID/stat`` (proc(5) counts from one)."""
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What people, terminals and service managers tell a process to stop with."""
+
+
 def _stat_fields(pid: int) -> list[str] | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -101,6 +105,14 @@ class ExitStatus:
             return signal.Signals(self.signal_number).name
         except ValueError:
             return f"signal {self.signal_number}"
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal to stop by which it ended, of its own accord or not; None for other ends."""
+        for signum in STOP_SIGNALS:
+            if self.signal_number == signum or self.code == 128 + signum:
+                return signum
+        return None
 
     def describe(self) -> str:
         """What to write in a log: ``was killed by SIGKILL``, ``exited with status 3``."""

@@ -11,7 +11,6 @@ import collections
 import logging
 import os
 import selectors
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.processes.cgroups import OomKills
+from vllm_omni.health.processes.judge import Judge
 from vllm_omni.health.processes.last_words import LastWordsReader, Words
 from vllm_omni.health.processes.process import (
     ExitStatus,
@@ -45,10 +45,6 @@ from vllm_omni.health.state.machine import HealthMachine
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_GRACE_S = 0.05
-"""How long an engine core that exited by itself may still have a message under way: it was handed
-to the socket before the exit, so only our own reading is awaited."""
-
 _ADOPTED_S = (0.5, 5.0)
 """How long after a process's end its children are looked for, which end by their parent's."""
 
@@ -71,6 +67,13 @@ class Supervisor:
         self._closing_all = False
         self._stopped = False
         self._timers = Timers()
+        self._judge = Judge(
+            self._timers,
+            self.report,
+            stopping=self._is_stopping,
+            closing=self._is_closing,
+            listen=self._listen,
+        )
         self._adopts = adopts_orphans()
         # Touched on the thread only, as is what it holds.
         self._oom_kills: dict[Path, OomKills] = {}
@@ -321,11 +324,28 @@ class Supervisor:
             replica.progressed_at = time.monotonic()
         if words.fault is not None:
             self.report(words.fault.with_context(stage_id=key[0], replica_id=key[1]))
+        if words.told is not None:
+            for process in list(replica.processes):
+                if process.identity.pid == words.told.pid:
+                    self._judge.told_to_stop(replica, process, words.told.signum)
         for worker in words.workers or ():
             # One that has ended before we look: the engine core, its parent, tells why.
             watched = open_watch(key, worker.pid, "worker", worker.rank, parent=replica.core.pid)
             if watched is not None:
                 self._watch(watched)
+
+    def _is_stopping(self) -> bool:
+        return self._closing_all or self._machine.snapshot.draining
+
+    def _is_closing(self, replica: Replica) -> bool:
+        with self._lock:
+            return self._closing_all or replica.closing
+
+    def _listen(self, replica: Replica, ending: WatchedProcess) -> None:
+        # Dozens end now, one after another, and the loops need the interpreter to answer.
+        self._unwatch_threads(ending)
+        for pipe in list(replica.words):
+            self._read_words(pipe)
 
     def _watch(self, watched: WatchedProcess) -> None:
         counter = watched.oom_kills
@@ -356,7 +376,7 @@ class Supervisor:
         status = exit_under_way(watched.identity)
         # Threads also end in processes that go on, and then there is no status.
         if status is not None:
-            self._ending(watched, status)
+            self._judge.ending(self._replicas[watched.key], watched, status)
 
     def _process_ended(self, watched: WatchedProcess) -> None:
         status = peek_exit_status(watched.identity.pid)
@@ -367,46 +387,10 @@ class Supervisor:
             # What it leaves behind is a child of ours by now, or soon will be.
             for seconds in _ADOPTED_S:
                 self._timers.after(seconds, self._reap_adopted)
-        self._ending(watched, status)
+        self._judge.ending(self._replicas[watched.key], watched, status)
 
     def _reap_adopted(self) -> None:
         reap_adopted({one.core.pid for one in self._all() if not one.inline})
-
-    def _ending(self, watched: WatchedProcess, status: ExitStatus) -> None:
-        if watched.judged:
-            return
-        if watched.role == "worker" and status.signal_number == signal.SIGKILL:
-            # Workers end with their engine core, and may be seen to before it.
-            for core in list(self._replicas[watched.key].processes):
-                core_status = None if core.role == "worker" else exit_under_way(core.identity)
-                if core_status is not None:
-                    self._ending(core, core_status)
-        watched.judged = True
-        # Dozens end now, one after another, and the loops need the interpreter to answer.
-        self._unwatch_threads(watched)
-        for pipe in list(self._replicas[watched.key].words):
-            self._read_words(pipe)
-        if watched.role == "engine core" and status.signal_number is None:
-            # It ended by itself, so it may have said why, on a queue that is still being read.
-            self._timers.after(_MESSAGE_GRACE_S, lambda: self._judge(watched, status))
-            return
-        self._judge(watched, status)
-
-    def _judge(self, watched: WatchedProcess, status: ExitStatus) -> None:
-        with self._lock:
-            replica = self._replicas.get(watched.key)
-            wanted = self._closing_all or replica is None or replica.closing
-            lost = replica is not None and replica.lost
-        host_oom = not wanted and watched.killed_for_memory(status)
-        # A lost replica's processes end one after another. One that the kernel killed for its
-        # memory tells more than whoever missed it first.
-        if wanted or (lost and not host_oom):
-            logger.debug("[health] %s %s", watched.role, status.describe())
-            return
-        pid = watched.identity.pid
-        self.report(
-            lost_fault(watched.key, pid, watched.role, watched.rank, status, host_oom=host_oom)
-        )
 
     def _close(self) -> None:
         for event in list(self._selector.get_map().values()):

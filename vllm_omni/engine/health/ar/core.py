@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
@@ -24,22 +25,30 @@ from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
+from vllm_omni.health.liveness import stacks
+from vllm_omni.health.processes import stop_signals
 from vllm_omni.health.processes.last_words import LastWordsWriter, own_words, speak_through
 from vllm_omni.health.processes.process import ExitStatus
 
 
-def run_stage_core(*args: Any, last_words: Any = None, **kwargs: Any) -> NoReturn:
+def run_stage_core(
+    *args: Any, last_words: Any = None, order: Any = None, **kwargs: Any
+) -> NoReturn:
     """Process target: run upstream's stage core with the health layer around it.
 
-    ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe.
+    ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe,
+    ``order`` the reading one of the pipe for the order to end.
     Ends the process with the status that upstream's target would end it with.
     """
     # Of its own, so that a replica can be killed whole without touching the server, and so
     # that a Ctrl-C at the terminal reaches the server alone, which ends stages in order.
     os.setpgid(0, 0)
+    stacks.offer()
     if last_words is not None:
         # Shared with the workers.
-        speak_through(LastWordsWriter(last_words.fileno(), shared=True))
+        words = LastWordsWriter(last_words.fileno(), shared=True)
+        speak_through(words)
+        stop_signals.listen(partial(stop_signals.given, order), words.told_to_stop)
     status = 1
     try:
         seams.install_stage_process()
@@ -63,6 +72,11 @@ class HealthStageEngineCoreProc(StageEngineCoreProc):
     _steps = 0
     _memory: tuple[int, dict[str, Any]] | None = None
     """What was answered to the last ping that found something new, and after how many steps."""
+
+    def run_busy_loop(self) -> None:
+        """Upstream's, which it has just put its own signal handlers in place for."""
+        stop_signals.take_again()
+        super().run_busy_loop()
 
     def health_ping(self) -> dict[str, Any]:
         """A utility method: the busy loop answers it between steps, so it turns.

@@ -21,6 +21,8 @@ from vllm_omni.engine.health.process_exit import end_process_groups, leave, leav
 from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault
+from vllm_omni.health.liveness import stacks
+from vllm_omni.health.processes import stop_signals
 from vllm_omni.health.processes.last_words import (
     LastWordsWriter,
     WorkerRef,
@@ -64,6 +66,7 @@ def _run_worker_with(pipe: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 def run_worker(*args: Any, **kwargs: Any) -> NoReturn:
     """Upstream's worker, our seams, a quick end."""
+    stacks.offer()
     words = own_words()
     if words is not None:
         words.workers([WorkerRef(rank=int(kwargs.get("rank", 0)), pid=os.getpid())])
@@ -91,6 +94,10 @@ class HealthWorkerProc(WorkerProc):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rank = int(kwargs.get("rank", 0))
+        words = own_words()
+        if words is not None:
+            # Upstream's handlers are in place by now. The order to end is the end of a pipe.
+            stop_signals.listen(self._is_told_to_end, words.told_to_stop)
         try:
             super().__init__(*args, **kwargs)
         except Exception as exc:

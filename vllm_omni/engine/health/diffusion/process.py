@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
+from functools import partial
 from typing import Any, NoReturn
 
 import zmq
@@ -21,7 +22,9 @@ from vllm_omni.engine.health.diffusion.faults import as_fatal, fault_of
 from vllm_omni.engine.health.process_exit import end_process_groups, leave
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
+from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.pings import PING
+from vllm_omni.health.processes import stop_signals
 from vllm_omni.health.processes.last_words import LastWordsWriter, own_words, speak_through
 
 from vllm_omni_health.bootstrap import set_death_signal
@@ -30,15 +33,21 @@ _LINGER_MS = 1000
 """How long the message of the fault may wait for its reader, which may be gone."""
 
 
-def run_diffusion_stage(*args: Any, last_words: Any = None, **kwargs: Any) -> NoReturn:
+def run_diffusion_stage(
+    *args: Any, last_words: Any = None, order: Any = None, **kwargs: Any
+) -> NoReturn:
     """Process target: run upstream's diffusion process with the health layer around it.
 
     ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe,
-    which the replica's workers share. Ends the process with upstream's status.
+    which the replica's workers share, ``order`` the reading one of the pipe for the order to end.
+    Ends the process with upstream's status.
     """
     os.setpgid(0, 0)
+    stacks.offer()
     if last_words is not None:
-        speak_through(LastWordsWriter(last_words.fileno(), shared=True))
+        words = LastWordsWriter(last_words.fileno(), shared=True)
+        speak_through(words)
+        stop_signals.listen(partial(stop_signals.given, order), words.told_to_stop)
     status = 1
     try:
         seams.install_diffusion_process()
@@ -71,6 +80,8 @@ class HealthStageDiffusionProc(StageDiffusionProc):
         """Make the engine; its faults come here."""
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
         set_death_signal()
+        # And has put signal handlers of its own in place.
+        stop_signals.take_again()
         set_process_outlet(self._engine_failed)
         self._running: asyncio.AbstractEventLoop | None = None
         super().initialize()

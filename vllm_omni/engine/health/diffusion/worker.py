@@ -8,6 +8,7 @@ import multiprocessing.context
 import os
 import sys
 import traceback
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput
@@ -22,6 +23,8 @@ from vllm_omni.engine.health.spawn import WatchedProcessMixin
 from vllm_omni.engine.health.stage_memory import report_regularly
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
+from vllm_omni.health.liveness import stacks
+from vllm_omni.health.processes import stop_signals
 from vllm_omni.health.processes.last_words import (
     LastWordsReader,
     LastWordsWriter,
@@ -79,10 +82,15 @@ worker_context = _WorkerContext()
 """What the seam puts in the place of the module."""
 
 
-def run_diffusion_worker(*args: Any, last_words: Any = None, **kwargs: Any) -> NoReturn:
+def run_diffusion_worker(
+    *args: Any, last_words: Any = None, order: Any = None, **kwargs: Any
+) -> NoReturn:
     """Process target: upstream's worker with the health layer around it."""
+    stacks.offer()
     if last_words is not None:
-        speak_through(LastWordsWriter(last_words.fileno(), shared=True))
+        words = LastWordsWriter(last_words.fileno(), shared=True)
+        speak_through(words)
+        stop_signals.listen(partial(stop_signals.given, order), words.told_to_stop)
     status = 1
     try:
         seams.install_diffusion_worker()
@@ -120,6 +128,8 @@ class HealthDiffusionWorkerProc(WorkerProc):
     def _create_worker(self, *args: Any, **kwargs: Any) -> Any:
         # Upstream has just weakened the signal to SIGTERM, which a busy process answers late.
         set_death_signal()
+        # And has put signal handlers of its own in place.
+        stop_signals.take_again()
         wrapper = super()._create_worker(*args, **kwargs)
         watch_steps(wrapper)
         report_regularly(wrapper)

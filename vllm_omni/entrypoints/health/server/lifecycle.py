@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
 from vllm_omni.entrypoints.health.http.guard import RequestGuard
+from vllm_omni.entrypoints.health.server import signals
 from vllm_omni.entrypoints.health.server.exit import (
     end_now,
     end_process,
@@ -29,8 +29,6 @@ from vllm_omni.health.runtime import HealthRuntime, require
 from vllm_omni.health.state.machine import State
 
 logger = logging.getLogger(__name__)
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _ANSWERED_S = 1.0
 """Bound for the last answers to be written before the stages are closed."""
@@ -50,7 +48,7 @@ class _Reasons:
         self.dead = asyncio.Event()
 
     def __enter__(self) -> _Reasons:
-        for signum in _SIGNALS:
+        for signum in signals.to_stop():
             self._loop.add_signal_handler(signum, self._on_signal, signum)
         self._unsubscribe = self._runtime.machine.observe(lambda _move: self._look_soon())
         self._look()
@@ -68,8 +66,9 @@ class _Reasons:
             self.dead.set()
 
     def _on_signal(self, signum: int) -> None:
+        at_once = signals.insists(signum, self.signals)
         self.signals.append(signum)
-        if len(self.signals) == 1:
+        if not at_once:
             self.signalled.set()
             return
         # The second one means now: no more answers, no more order.

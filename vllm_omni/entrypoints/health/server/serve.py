@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
+from vllm_omni.entrypoints.health.server import signals
 from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
 from vllm_omni.entrypoints.health.server.exit import (
     end_now,
@@ -56,6 +57,7 @@ def serve(args: Any) -> NoReturn:
         write_reason(None, status, Path(log) if log else None, None)
         raise SystemExit(status) from None
     _set_upstream_switches()
+    signals.start_resource_tracker()
     # The orchestrator's thread makes a loop of its own; the API server's is uvloop's already.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     if getattr(args, "headless", False):
@@ -83,6 +85,7 @@ def serve(args: Any) -> NoReturn:
 
 def _serve_headless(args: Any) -> NoReturn:
     """A host with stages alone: its server is elsewhere, and with it the health state."""
+    signals.hang_up_as_sigterm()
     try:
         _original_command()(args)
     finally:

@@ -14,6 +14,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from vllm_omni.entrypoints.health.server import signals
 from vllm_omni.entrypoints.health.server.exit import end_process, leave, wait_leaving
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.runtime import HealthRuntime
@@ -29,8 +30,6 @@ START_FAILED = 1
 _UPSTREAM_UNWIND_S = 5.0
 """How long upstream may take to give up after a stage was lost during start-up and the others
 were killed. Measured: 0.2 s."""
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def describe(fault: Fault) -> str:
@@ -56,7 +55,7 @@ class StartGuard:
         self._thread = threading.Thread(target=self._watch, name="health-start-watch", daemon=True)
 
     def __enter__(self) -> StartGuard:
-        for signum in _SIGNALS:
+        for signum in signals.to_stop():
             self._previous[signum] = signal.signal(signum, self._on_signal)
         self._unsubscribe = self._runtime.machine.observe(lambda _move: self._wake())
         self._thread.start()
