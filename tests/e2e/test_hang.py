@@ -66,6 +66,30 @@ def test_a_hang_ends_the_server_with_its_own_status(
     assert "seaside" not in server.stderr
 
 
+@pytest.mark.slow
+def test_a_deadlocked_output_thread_is_noticed(
+    serve, termination_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The busy loop of that engine core turns, and what it answers goes nowhere."""
+    monkeypatch.setenv("BLOCKER_DEADLOCK", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "blocker"))
+
+    async def drill() -> tuple[Server, Findings]:
+        async with serve("ar-1", exit_grace_s=2, hang_timeout_s=5) as server:
+            poison = Signal(0, Role.ENGINE_CORE, signum=signal.SIGUSR2, kind="hang")
+            return server, await fatal_drill(server, (1,), poison)
+
+    server, findings = run_until_valid(drill)
+    fault = ExpectedFault("hang", 0)
+    promises = everyone_was_told(findings, fault, plain=1, streams=1)
+    promises += ended_with_the_reason(server, findings, fault, termination_log)
+    promises += went_through_suspicion(findings)
+    assert promises == [], told(findings)
+    # The stacks say where.
+    assert "in __setattr__" in server.stderr
+    assert "in process_output_sockets" in server.stderr
+
+
 def went_through_suspicion(findings: Findings) -> list[str]:
     """Suspect first, and only then hung."""
     history = [] if findings.after is None else findings.after.history
@@ -262,3 +286,34 @@ def test_a_machine_without_a_free_core_is_no_hang(serve) -> None:
     moves, answered = run_until_valid(drill)
     assert len(moves) == 1, moves
     assert answered
+
+
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+"""How long the load lasts; ten minutes are a good measure."""
+
+STOPPED_S = 5
+STOPS = 10
+
+
+@pytest.mark.slow
+def test_neither_load_nor_stops_shorter_than_the_timeout_are_hangs(serve) -> None:
+    async def drill() -> tuple[list[str], dict[Outcome, int]]:
+        async with serve("ar-2", hang_timeout_s=10) as server, Drill(server, (1, 1)) as drill:
+            load = await drill.put_under_load(drill.one_of_each() * 2, repeat=True)
+            await asyncio.sleep(SOAK_S)
+            cores = [m for m in server.tree.refresh() if m.role is Role.ENGINE_CORE]
+            assert len(cores) == 2
+            for core in cores * STOPS:
+                assert core.id.send(STOP)
+                await asyncio.sleep(STOPPED_S)
+                assert core.id.send(signal.SIGCONT)
+                await asyncio.sleep(1)
+            load.stop()
+            assert await load.settled(120)
+            history = (await server.client.get("/health/history")).json()["transitions"]
+            moves = [f"{m['from']} {m['to']} {m['cause']}" for m in history if m["from"] != m["to"]]
+            return moves, load.counts()
+
+    moves, counts = run_until_valid(drill)
+    assert len(moves) == 1, moves
+    assert set(counts) == {Outcome.ANSWERED}, counts

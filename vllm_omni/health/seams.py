@@ -54,14 +54,17 @@ ORPHANS = (
 )
 """Taken in every process that starts others: the server's and the stages'."""
 
-SERVER = (
-    *ORPHANS,
+HTTP = (
     Seam(
         "vllm_omni.entrypoints.openai.api_server:serve_http",
         "vllm_omni.entrypoints.health.server.lifecycle:serve_http",
         why="probes and admission around the application, and an ordered end",
         parameters=("app", "sock", "enable_ssl_refresh", "uvicorn_kwargs"),
     ),
+)
+
+SERVER = (
+    *ORPHANS,
     Seam(
         "vllm_omni.engine.async_omni_engine:Orchestrator",
         "vllm_omni.engine.health.orchestrator:HealthOrchestrator",
@@ -198,6 +201,11 @@ def install_command() -> None:
 
 def install_server() -> None:
     """Take everything else that a server process needs."""
+    _install(HTTP + SERVER + DIFFUSION_ENGINE)
+
+
+def install_library() -> None:
+    """Take what a process needs that uses the engine without the HTTP server."""
     _install(SERVER + DIFFUSION_ENGINE)
 
 

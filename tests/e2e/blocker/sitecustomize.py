@@ -1,9 +1,11 @@
-"""On the PYTHONPATH of a server under test: blocks one of its event loops when told to.
+"""On the PYTHONPATH of a server under test: blocks one of its threads when told to.
 
-A line ``LOOP SECONDS`` in the named pipe that BLOCKER_PIPE names blocks that loop.
+A line ``LOOP SECONDS`` in the named pipe that BLOCKER_PIPE names blocks that event loop of the
+server. With BLOCKER_DEADLOCK, SIGUSR2 deadlocks the output thread of an engine core.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +20,28 @@ def _obey(path):
             beat = getattr(require(), f"{name}_beat")
             beat._loop.call_soon_threadsafe(time.sleep, float(seconds))
 
+
+class _Poison:
+    """An output on whose way out the thread that sends it waits for itself."""
+
+    def __setattr__(self, name, value):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+
+def _deadlock_output_thread(_signum, _frame):
+    import gc
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    for found in gc.get_objects():
+        if issubclass(type(found), EngineCoreProc):
+            found.output_queue.put_nowait((0, _Poison()))
+
+
+if os.environ.get("BLOCKER_DEADLOCK"):
+    signal.signal(signal.SIGUSR2, _deadlock_output_thread)
 
 _pipe = os.environ.get("BLOCKER_PIPE")
 if _pipe and "serve" in sys.argv:

@@ -30,7 +30,8 @@ class Judge:
     """Judges ends. ``report`` takes the fault of one that nobody wanted.
 
     ``stopping``: whether the server is told to stop. ``closing``: whether the ends of a replica's
-    processes are wanted. ``listen``: reads what the replica's processes, of which one is ending, have said so far.
+    processes are wanted. ``listen``: reads what the replica's processes, of which one is ending,
+    have said so far.
     """
 
     def __init__(

@@ -153,6 +153,7 @@ def _check_api_server_count(args: Any) -> None:
     count = getattr(args, "api_server_count", None) or 1
     if count > 1:
         raise BadInput(
-            f"--api-server-count {count}: the health layer supports one API server process so "
-            "far; use 1, or VLLM_OMNI_HEALTH=off to run without the layer"
+            f"--api-server-count {count}: each API server process would have an orchestrator and "
+            "a health state of its own; use 1, and more servers behind a load balancer where one "
+            "is not enough, or VLLM_OMNI_HEALTH=off to run without the layer"
         )
