@@ -7,6 +7,7 @@ and behind an AR stage: a process of its own for each. Each case breaks a server
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from vllm_omni_health.drills.tree import Role
 INLINE, MP, REPLICAS = ("diffusion", (1,)), ("diffusion-mp", (1,)), ("diffusion-replicas", (2,))
 STEPS, STEPS_MP = ("diffusion-steps", (1,)), ("diffusion-steps-mp", (1,))
 BEHIND_AR = ("ar-diffusion", (1, 1))
+TP_2 = ("diffusion-tp2", (1,))
 
 QUEUED: list[Request] = [
     ImageRequest(),
@@ -58,6 +60,8 @@ def case(deployment, injection, *, slow=False):
             case(MP, ImageMark(0, word, after_s=4), slow=True)
             for word in ("exit", "kill", "accelerator", "collective")
         ],
+        # Of rank 1 nobody reads what its calls end in.
+        case(TP_2, ImageMark(0, "oom", rank=1, after_s=4), slow=True),
         # What upstream makes a text of, and serves on after.
         case(STEPS, ImageMark(0, "oom", after_s=4, preparing=True), slow=True),
         case(STEPS_MP, ImageMark(0, "accelerator", after_s=4, preparing=True), slow=True),
@@ -98,6 +102,8 @@ def test_fatal_fault_in_a_step_fails_all_and_ends_the_server(
     ("deployment", "stages", "injection"),
     [
         case(MP, Signal(stage_id=0, role=Role.WORKER)),
+        case(MP, Signal(stage_id=0, role=Role.WORKER, signum=signal.SIGTERM), slow=True),
+        *[case(TP_2, Signal(stage_id=0, role=Role.WORKER, rank=r), slow=True) for r in (0, 1)],
         case(BEHIND_AR, Signal(stage_id=1)),
         case(BEHIND_AR, Signal(stage_id=0), slow=True),
         *[

@@ -59,8 +59,8 @@ def install(**settings: Any) -> Health:
     """Put the layer around the engine that is made next; before that is made.
 
     ``settings``: as in :class:`HealthSettings`, on top of the environment's. Raises SettingsError
-    for one that is wrong, UpstreamError for an upstream that is not known, and RuntimeError while an
-    earlier engine's layer is still there.
+    for one that is wrong, UpstreamError for an upstream that is not known, and RuntimeError while
+    an earlier engine's layer is still there.
     """
     if current() is not None:
         raise RuntimeError("the health layer is installed already; close its engine first")
