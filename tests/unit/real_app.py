@@ -16,8 +16,10 @@ import httpx
 import numpy as np
 import uvicorn
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm_omni.engine.health.admission import refusing
 from vllm_omni.engine.health.failed_messages import note
 from vllm_omni.engine.messages import ErrorMessage
+from vllm_omni.entrypoints.health.http import client_errors
 from vllm_omni.entrypoints.health.http.guard import RequestGuard
 from vllm_omni.entrypoints.omni_base import OmniEngineDeadError
 from vllm_omni.entrypoints.openai import api_server
@@ -26,7 +28,7 @@ from vllm_omni.entrypoints.openai.serving_speech import OmniOpenAIServingSpeech
 from vllm_omni.entrypoints.openai.serving_speech_stream import OmniStreamingSpeechHandler
 from vllm_omni.entrypoints.openai.serving_video import OmniOpenAIServingVideo
 from vllm_omni.errors import client_error_from_metadata
-from vllm_omni.health.runtime import HealthRuntime
+from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.utils.tracking_parser import TrackingArgumentParser
 
 from vllm_omni_health.settings.model import HealthSettings
@@ -45,6 +47,7 @@ def build_app(tasks=("generate",)):
     app.include_router(api_server.router)
     app.include_router(api_server.profiler_router)
     api_server._register_omni_exception_handlers(app)
+    client_errors.observe(app)
     return app
 
 
@@ -86,12 +89,17 @@ class FakeEngine:
         self._handles = {}
         self.aborted = []
         self.swallow = False
+        self.unfit = None
+        """What upstream's preparation of every request raises from now on."""
 
     async def generate(self, prompt=None, *_, request_id="", **__):
         internal = f"{request_id}-{uuid4().hex[:8]}"
         queue = asyncio.Queue()
         self.request_states[internal] = SimpleNamespace(queue=queue, external_request_id=request_id)
         try:
+            if self.unfit is not None:
+                with refusing(internal):
+                    raise self.unfit
             while (item := await queue.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
@@ -204,6 +212,8 @@ class Service:
             self.machine.replica_ready(0, replica_id, pid=1)
         self.machine.started()
         self.engine = FakeEngine(self.runtime)
+        set_current(self.runtime)
+        self.app_state = app.state
         self._set_state(app.state)
         self.guard = RequestGuard(app, self.runtime)
         self.guard.book.keep(self.engine)
@@ -247,3 +257,4 @@ async def serving(app, *, replicas=1):
             service.engine.finish()
     server.should_exit = True
     await task
+    set_current(None)

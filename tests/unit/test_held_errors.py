@@ -4,7 +4,8 @@ import asyncio
 import json
 
 import pytest
-from vllm_omni.entrypoints.health.http.held_errors import HeldAnswer, content_type, is_error
+from vllm_omni.entrypoints.health.http.held_answers import HeldAnswer, content_type, is_error
+from vllm_omni.entrypoints.health.http.held_errors import LONGEST, in_place_of
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
 
@@ -37,21 +38,23 @@ def start(status, content_type=b"application/json"):
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-def released(runtime, status, *pieces, fault=None):
+def released(runtime, status, *pieces, fault=None, refusal=None):
     """Status and body that come of an answer in these pieces."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    held = HeldAnswer(start(status))
+    held = HeldAnswer(start(status), LONGEST)
     for number, piece in enumerate(pieces, 1):
         more = number < len(pieces)
         whole = held.add({"type": "http.response.body", "body": piece, "more_body": more})
         assert whole is not more
-    asyncio.run(held.release(send, runtime, "req-1", fault))
-    length = dict(sent[0]["headers"]).get(b"content-length")
-    assert length is None or length == str(len(sent[1]["body"])).encode()
+    instead = in_place_of(held, runtime, "req-1", fault, refusal)
+    if instead is not None:
+        return instead["error"]["code"], json.dumps(instead).encode()
+    asyncio.run(held.release(send))
+    assert sent[0] == start(status)
     return sent[0]["status"], sent[1]["body"]
 
 

@@ -32,7 +32,7 @@ def told(runtime, answer, *, job_id=JOB, status=200):
         sent.append(message)
 
     async def scenario():
-        answering = JobAnswer(send, runtime, job_id)
+        answering = JobAnswer({"type": "http"}, send, runtime, job_id)
         headers = [(b"content-type", b"application/json")]
         await answering.send({"type": "http.response.start", "status": status, "headers": headers})
         payload = json.dumps(answer).encode()

@@ -10,14 +10,17 @@ import os
 import threading
 from types import SimpleNamespace
 
+import msgspec
 import psutil
+import pytest
 from fake_stages import WAIT_S, Client, DiffusionClient, Service, fault, until
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.engine.health import orchestrator as health_orchestrator
-from vllm_omni.engine.messages import ErrorMessage
+from vllm_omni.engine.messages import ErrorMessage, StageSubmissionMessage
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, FaultKind
 from vllm_omni.health.state.machine import ReplicaState, State
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from vllm_omni.outputs import OmniRequestOutput
 
 
@@ -216,13 +219,52 @@ def test_a_request_that_cannot_be_taken_in_fails_alone():
             request_id="bad",
             prompt=None,
             original_prompt=None,
-            sampling_params_list=[],
+            sampling_params_list=[SimpleNamespace()],
         )
         service.requests.sync_q.put(bad)
         message = service.outputs.sync_q.get(timeout=WAIT_S)
         assert (message.request_id, message.error) == ("bad", REQUEST_SENTENCE)
         assert service.runtime.request_faults.of("bad").kind == "orchestrator"
         service.request("fine")
+        assert service.machine.snapshot.state is State.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        pytest.param("\ud800".encode, id="half a character"),
+        pytest.param(lambda: msgspec.msgpack.encode(object()), id="no value of msgpack's"),
+        pytest.param(lambda: msgspec.msgpack.encode(1 << 70), id="a number too large"),
+        pytest.param(lambda: msgspec.msgpack.decode(b"\x05", type=str), id="another type"),
+    ],
+)
+def test_what_cannot_be_sent_to_a_stage_is_the_clients_mistake_and_counts_for_nothing(raised):
+    class Sending(DiffusionClient):
+        async def add_request_async(self, *_, **__):
+            raised()
+
+    with Service([Sending()], error_budget=1) as service:
+        for number in range(3):
+            service.requests.sync_q.put(
+                StageSubmissionMessage(
+                    type="add_request",
+                    request_id=f"bad-{number}",
+                    prompt={"prompt": "a boat"},
+                    original_prompt=None,
+                    output_prompt_text=None,
+                    sampling_params_list=[OmniDiffusionSamplingParams()],
+                    final_stage_id=0,
+                    final_output_stage_ids=[0],
+                    preprocess_ms=0.0,
+                    request_timestamp=0.0,
+                    enqueue_ts=0.0,
+                )
+            )
+            message = service.outputs.sync_q.get(timeout=WAIT_S)
+            assert (message.request_id, message.status_code) == (f"bad-{number}", 400)
+            assert service.runtime.request_faults.of(f"bad-{number}") is None
+            assert service.runtime.refusals.of(f"bad-{number}").status == 400
+        assert service.on_loop(lambda: dict(service.orchestrator.request_states)) == {}
         assert service.machine.snapshot.state is State.HEALTHY
 
 
@@ -236,6 +278,7 @@ def test_an_error_output_of_a_stage_is_noted_and_counts_unless_the_client_is_to_
             service.on_loop(functools.partial(first.put, output))
             assert service.outputs.sync_q.get(timeout=WAIT_S).request_id == request_id
         assert service.runtime.request_faults.of("mine-1") is None
+        assert service.runtime.refusals.of("mine-2").status == 422
         noted = service.runtime.request_faults.of("yours-1")
         assert (noted.kind, noted.fatal, noted.stage_id) == ("engine", False, 0)
         assert service.machine.snapshot.state is State.HEALTHY

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from vllm_omni.health.faults.by_request import RequestFaults
 from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.faults.refusals import Refusals
 from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.loops import BEAT_S, LoopBeat, LoopWatch
 from vllm_omni.health.memory import metrics
@@ -54,6 +55,7 @@ class HealthRuntime:
         self.machine = HealthMachine(settle_s=settings.settle_s)
         self.supervisor = Supervisor(self.machine)
         self.request_faults = RequestFaults()
+        self.refusals = Refusals()
         self.error_budget = ErrorBudget(
             self.machine, settings.error_budget, settings.error_budget_window_s
         )

@@ -66,6 +66,12 @@ HTTP = (
 SERVER = (
     *ORPHANS,
     Seam(
+        "vllm_omni.entrypoints.openai.serving_chat:OmniOpenAIServingChat._create_chat_completion",
+        "vllm_omni.entrypoints.health.http.chat_checks:create_chat_completion",
+        why="a chat that would block the server's loop or cannot be answered is refused",
+        parameters=("self", "request", "raw_request"),
+    ),
+    Seam(
         "vllm_omni.engine.async_omni_engine:Orchestrator",
         "vllm_omni.engine.health.orchestrator:HealthOrchestrator",
         why="faults move the state machine and fail pending requests at once",
@@ -79,6 +85,29 @@ SERVER = (
             "_handle_dead_replica",
             "_remove_stage_replica_waiting",
             "_cleanup_request_ids",
+        ),
+    ),
+    Seam(
+        "vllm_omni.engine.async_omni_engine:AsyncOmniEngine._build_add_request_message",
+        "vllm_omni.engine.health.admission:build_add_request_message",
+        why="a request that would end an engine core, or that cannot be sent to one, is refused",
+        parameters=(
+            "self",
+            "request_id",
+            "prompt",
+            "prompt_text",
+            "sampling_params_list",
+            "final_stage_id",
+            "final_output_stage_ids",
+            "arrival_time",
+            "lora_request",
+            "tokenization_kwargs",
+            "trace_headers",
+            "priority",
+            "data_parallel_rank",
+            "reasoning_ended",
+            "resumable",
+            "message_type",
         ),
     ),
     Seam(

@@ -37,6 +37,9 @@ from vllm_omni.health.state.machine import ReplicaState, State
 
 logger = logging.getLogger(__name__)
 
+_ENTERING = ("add_request", "streaming_update", "add_companion_request")
+"""The messages that bring a request to its first stage."""
+
 _CLIENT_CLOSE_S = 10.0
 """Bound for one stage client's own shutdown; after it the replica's process group is killed.
 Upstream allows its processes 5 s after SIGTERM before it kills them itself."""
@@ -143,7 +146,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             return bool(await super()._dispatch_message(msg))  # type: ignore[misc]
         except Exception as exc:
             request_id = getattr(msg, "parent_id", None) or getattr(msg, "request_id", None)
-            if not await self._fails_alone(request_id, 0, exc):
+            if not await self._fails_alone(request_id, 0, exc, entering=msg.type in _ENTERING):
                 raise
             return True
 
@@ -170,12 +173,17 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             if not await self._fails_alone(req_id, src_stage_id + 1, exc):
                 raise
 
-    async def _fails_alone(self, request_id: str | None, stage_id: int, exc: BaseException) -> bool:
-        """Fail the one request that ``exc`` was raised for; False if it says more than that."""
+    async def _fails_alone(
+        self, request_id: str | None, stage_id: int, exc: BaseException, *, entering: bool = False
+    ) -> bool:
+        """Fail the one request that ``exc`` was raised for; False if it says more than that.
+
+        ``entering``: it was on its way into its first stage.
+        """
         if request_id is None:
             return False
         request_id = self._cfg_tracker.get_parent_id(request_id) or request_id
-        message = failure_of_one(exc, request_id, stage_id, self._health)
+        message = failure_of_one(exc, request_id, stage_id, self._health, entering=entering)
         if message is None:
             return False
         await self.output_async_queue.put(message)

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_omni.health import __version__
 from vllm_omni.health.faults.fault import Fault, FaultKind, iso_time
+from vllm_omni.health.faults.refusals import Refusal
 from vllm_omni.health.state.machine import Snapshot, State
 
 SHUTTING_DOWN = "The server is shutting down. Please retry the request elsewhere or later."
@@ -121,6 +122,19 @@ def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[s
     return error_body(
         HTTPStatus.SERVICE_UNAVAILABLE, message, fault=snapshot.fault, request_id=request_id
     )
+
+
+def refused_body(refusal: Refusal) -> dict[str, Any]:
+    """The error body of a request that the client has to put right, as upstream's routes say it."""
+    return {
+        "error": {
+            # A part of a character cannot be sent.
+            "message": refusal.message.encode(errors="backslashreplace").decode(),
+            "type": refusal.type,
+            "param": refusal.param,
+            "code": refusal.status,
+        }
+    }
 
 
 def event(body: dict[str, Any]) -> bytes:

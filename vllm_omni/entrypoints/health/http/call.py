@@ -12,12 +12,21 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from vllm_omni.entrypoints.health.http.bodies import DONE_EVENT, error_body, event, fault_body
+from starlette.types import Message, Scope, Send
+from vllm_omni.entrypoints.health.http.bodies import (
+    DONE_EVENT,
+    error_body,
+    event,
+    fault_body,
+    refused_body,
+)
 from vllm_omni.entrypoints.health.http.event_streams import before_the_end
-from vllm_omni.entrypoints.health.http.held_errors import HeldAnswer, content_type, is_error
-from vllm_omni.entrypoints.health.http.probes import Message, Scope, Send, send_json
+from vllm_omni.entrypoints.health.http.held_answers import HeldAnswer, content_type, is_error
+from vllm_omni.entrypoints.health.http.held_errors import LONGEST, in_place_of
+from vllm_omni.entrypoints.health.http.probes import send_json
 from vllm_omni.health.faults.by_request import is_request_of
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault
+from vllm_omni.health.faults.refusals import Refusal
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
 
@@ -56,6 +65,8 @@ class GuardedCall:
         """Whether it asks for jobs and needs no stage itself."""
         self.job_id: str | None = None
         """The one job that it asks for."""
+        self.refused: Refusal | None = None
+        """Why the application refused it, where the client is to blame."""
         self.complete = False
         self.taken_over = False
         self._cut_off = False
@@ -112,6 +123,14 @@ class GuardedCall:
                 return fault
         return None if self.job_id is None else faults.of_job(self.job_id)
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it was refused, by the application or by the engine, if the client is to blame."""
+        for request_id in self.engine_ids:
+            if (refusal := self._runtime.refusals.of(request_id)) is not None:
+                return refusal
+        return self.refused
+
     # ---- what the application sends ----------------------------------------------------------
 
     async def send(self, message: Message) -> None:
@@ -140,7 +159,7 @@ class GuardedCall:
         media_type = content_type(message)
         failed_but_whole = media_type == b"application/json" and self.failure is not None
         if is_error(message) or failed_but_whole:
-            self._held = HeldAnswer(message)
+            self._held = HeldAnswer(message, LONGEST)
             return
         self._started = True
         self._streams_events = media_type == b"text/event-stream"
@@ -153,7 +172,7 @@ class GuardedCall:
         last = not message.get("more_body", False)
         if self._streams_events:
             fault = self.failure or self._death()
-            if fault is not None:
+            if fault is not None or self.refusal is not None:
                 body = message.get("body", b"")
                 kept = before_the_end(body)
                 if kept is not None or last:
@@ -171,7 +190,12 @@ class GuardedCall:
             self._held = None
             self._started = True
             self.complete = not message.get("more_body", False)
-            await held.release(self._send, self._runtime, self.request_id, self.failure)
+            request_id = self.request_id
+            body = in_place_of(held, self._runtime, request_id, self.failure, self.refusal)
+            if body is None:
+                await held.release(self._send)
+            else:
+                await send_json(self.scope, self._send, body["error"]["code"], body)
 
     def _death(self) -> Fault | None:
         machine = self._runtime.machine
@@ -179,13 +203,14 @@ class GuardedCall:
 
     async def _end_events(self, fault: Fault | None, before: bytes = b"") -> None:
         self.complete = True
-        body = (
-            fault_body(fault, request_id=self.request_id)
-            if fault is not None
-            else error_body(
+        if fault is not None:
+            body = fault_body(fault, request_id=self.request_id)
+        elif (refusal := self.refusal) is not None:
+            body = refused_body(refusal)
+        else:
+            body = error_body(
                 HTTPStatus.INTERNAL_SERVER_ERROR, REQUEST_SENTENCE, request_id=self.request_id
             )
-        )
         payload = before + event(body) + DONE_EVENT
         await self._send({"type": "http.response.body", "body": payload})
 
@@ -252,7 +277,7 @@ class GuardedCall:
             await refuse_handshake(self.scope, self._send, status, body, headers)
             self.complete = True
         elif not self._started:
-            await send_json(self._send, status, body, headers=headers)
+            await send_json(self.scope, self._send, status, body, headers)
             self.complete = True
         elif self._streams_events:
             payload = event(body) + DONE_EVENT
@@ -267,7 +292,7 @@ async def refuse_handshake(
 ) -> None:
     """Answer a websocket's handshake with an error, as any request's."""
     if "websocket.http.response" in scope.get("extensions", {}):
-        await send_json(send, status, body, headers=headers, kind="websocket.http")
+        await send_json(scope, send, status, body, headers)
         return
     # Then the HTTP server makes 403 of it.
     reason = body["error"]["message"][:_REASON_LIMIT]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
 from vllm_omni.entrypoints.health.http.bodies import (
     SHUTTING_DOWN,
     error_body,
@@ -23,14 +24,7 @@ from vllm_omni.entrypoints.health.http.bodies import (
 )
 from vllm_omni.entrypoints.health.http.call import GuardedCall, refuse_handshake, set_current_call
 from vllm_omni.entrypoints.health.http.job_answers import JobAnswer
-from vllm_omni.entrypoints.health.http.probes import (
-    Receive,
-    Scope,
-    Send,
-    answer_probe,
-    retry_after,
-    send_json,
-)
+from vllm_omni.entrypoints.health.http.probes import answer_probe, retry_after, send_json
 from vllm_omni.entrypoints.health.http.request_book import RequestBook
 from vllm_omni.entrypoints.health.http.routes import RouteKind, job_id_of, kind_of
 from vllm_omni.health.faults.fault import Fault
@@ -193,12 +187,12 @@ class RequestGuard:
             await receive()
             await refuse_handshake(scope, send, status, body, headers)
         else:
-            await send_json(send, status, body, headers=headers)
+            await send_json(scope, send, status, body, headers)
 
     async def _tell_of_job(
         self, scope: Scope, receive: Receive, send: Send, job_id: str | None
     ) -> None:
-        call = GuardedCall(scope, JobAnswer(send, self._runtime, job_id).send, self._runtime)
+        call = GuardedCall(scope, JobAnswer(scope, send, self._runtime, job_id).send, self._runtime)
         call.asks_for_job = True
         call.job_id = job_id
         self._asking.add(call)

@@ -6,13 +6,13 @@ as a text, as a mistake of the client's (``/content``), or not at all (backgroun
 
 from __future__ import annotations
 
-import json
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import Message, Scope, Send
 from vllm_omni.entrypoints.health.http.bodies import fault_body, fault_summary
-from vllm_omni.entrypoints.health.http.held_errors import content_type
-from vllm_omni.entrypoints.health.http.probes import Message, Send, send_json
+from vllm_omni.entrypoints.health.http.held_answers import HeldAnswer, content_type
+from vllm_omni.entrypoints.health.http.probes import send_json
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
@@ -23,45 +23,43 @@ _UNDER_WAY = ("queued", "in_progress")
 class JobAnswer:
     """An application's ``send`` for the answer about a job, or a list of jobs."""
 
-    def __init__(self, send: Send, runtime: HealthRuntime, job_id: str | None) -> None:
+    def __init__(
+        self, scope: Scope, send: Send, runtime: HealthRuntime, job_id: str | None
+    ) -> None:
+        self._scope = scope
         self._send = send
         self._runtime = runtime
         self._job_id = job_id
-        self._start: Message | None = None
-        self._body = b""
+        self._held: HeldAnswer | None = None
 
     async def send(self, message: Message) -> None:
         """Pass a message on; JSON is held until it is whole."""
         if message["type"] == "http.response.start":
             if content_type(message) == b"application/json":
-                self._start = message
+                self._held = HeldAnswer(message)
                 return
-        elif self._start is not None and message["type"] == "http.response.body":
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._release(self._start)
+        elif self._held is not None and message["type"] == "http.response.body":
+            if self._held.add(message):
+                await self._release(self._held)
             return
         await self._send(message)
 
-    async def _release(self, start: Message) -> None:
-        try:
-            answer = json.loads(self._body)
-        except ValueError:
-            answer = None
-        if isinstance(answer, dict):
+    async def _release(self, held: HeldAnswer) -> None:
+        answer = held.content()
+        if answer is not None:
             if self._job_id is None and isinstance(answer.get("data"), list):
                 faults = [self._put_right(job) for job in answer["data"]]
                 if any(faults):
-                    await send_json(self._send, HTTPStatus(start["status"]), answer)
+                    await send_json(self._scope, self._send, held.status, answer)
                     return
             elif (fault := self._put_right(answer)) is not None:
                 if "status" not in answer:
                     # Not the job itself: its output is asked for.
                     answer = fault_body(fault, request_id=self._job_id)
-                await send_json(self._send, HTTPStatus.INTERNAL_SERVER_ERROR, answer)
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                await send_json(self._scope, self._send, status, answer)
                 return
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": self._body})
+        await held.release(self._send)
 
     def _put_right(self, job: Any) -> Fault | None:
         """Make a job that the server failed say so; the fault, or None for any other job."""

@@ -7,19 +7,15 @@ they answer in any state, under load, and while the orchestrator's thread is stu
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
+from starlette.types import Message, Scope, Send
 from vllm_omni.entrypoints.health.http.bodies import health_body, history_body
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _Answer = tuple[HTTPStatus, dict[str, Any]]
 
@@ -72,7 +68,7 @@ async def answer_probe(runtime: HealthRuntime, scope: Scope, path: str, send: Se
     headers = {}
     if status is HTTPStatus.SERVICE_UNAVAILABLE and path != "/livez":
         headers["Retry-After"] = retry_after(runtime)
-    await send_json(send, status, body, headers=headers, head=scope["method"] == "HEAD")
+    await send_json(scope, send, status, body, headers)
     return True
 
 
@@ -82,24 +78,16 @@ def retry_after(runtime: HealthRuntime) -> str:
 
 
 async def send_json(
+    scope: Scope,
     send: Send,
-    status: HTTPStatus,
+    status: int,
     body: dict[str, Any],
-    *,
     headers: dict[str, str] | None = None,
-    head: bool = False,
-    kind: str = "http",
 ) -> None:
-    """Send a whole JSON response; with ``head`` its headers alone.
+    """Send a whole JSON response, be it to a request or to a websocket's handshake."""
+    response = JSONResponse(body, status, {"Cache-Control": "no-store", **(headers or {})})
+    await response(scope, _unread, send)
 
-    ``kind``: what ASGI's message types begin with, for a response to a websocket's handshake.
-    """
-    payload = json.dumps(body).encode()
-    fields = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-        (b"cache-control", b"no-store"),
-    ]
-    fields += [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
-    await send({"type": f"{kind}.response.start", "status": status.value, "headers": fields})
-    await send({"type": f"{kind}.response.body", "body": b"" if head else payload})
+
+async def _unread() -> Message:
+    raise RuntimeError("an answer does not read")

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
+from vllm_omni.entrypoints.health.http import client_errors
 from vllm_omni.entrypoints.health.http.guard import RequestGuard
 from vllm_omni.entrypoints.health.server import signals
 from vllm_omni.entrypoints.health.server.exit import (
@@ -172,6 +173,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     Returns, as upstream's does, an awaitable with nothing left to do.
     """
     runtime = require()
+    client_errors.observe(app)
     guard = RequestGuard(app, runtime)
     guard.book.keep(app.state.engine_client)
     kwargs.setdefault("timeout_graceful_shutdown", _CONNECTIONS_S)
