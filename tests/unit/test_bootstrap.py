@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from vllm_omni.health.processes.process import ProcessIdentity, open_pidfd
+from vllm_omni.health.processes.pidfd import open_pidfd
+from vllm_omni.health.processes.process import ProcessIdentity
 
 from vllm_omni_health.bootstrap import ArmedName, arm
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm_omni.health.processes.pidfd import open_pidfd
 from vllm_omni.health.processes.process import (
     Activity,
     ExitStatus,
     ProcessIdentity,
     group_members,
     kill_group,
-    open_pidfd,
     parent_pid,
     peek_exit_status,
 )

@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_omni.health.processes.process import read_at_once
+
 _COUNTER = "oom_kill"
 _PROC = Path("/proc")
 
@@ -102,7 +104,11 @@ def _folder(path: str | None, kind: str, proc: Path) -> Path | None:
 
 
 def _read(file: Path) -> int | None:
-    for line in _lines(file):
+    try:
+        text = read_at_once(str(file))
+    except OSError:
+        return None
+    for line in text.splitlines():
         name, _, value = line.partition(" ")
         if name == _COUNTER and value.isdigit():
             return int(value)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.processes.process import ExitStatus, exit_under_way, kill_process
+from vllm_omni.health.processes.pidfd import kill_process
+from vllm_omni.health.processes.process import ExitStatus, exit_under_way
 from vllm_omni.health.processes.timers import Timers
 from vllm_omni.health.processes.watched import Replica, WatchedProcess, lost_fault
 

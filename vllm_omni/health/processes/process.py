@@ -8,11 +8,8 @@ any thread, and imports neither vLLM nor asyncio.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
-import select
 import signal
-import time
 from dataclasses import dataclass
 
 _STAT_PPID = 3
@@ -28,10 +25,25 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What people, terminals and service managers tell a process to stop with."""
 
 
+def read_at_once(path: str) -> str:
+    """The text of a small file that the kernel makes up, in three system calls; OSError.
+
+    A thread gives the interpreter away at each call, and may wait milliseconds to get it back.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _LARGEST).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+
+
+_LARGEST = 1 << 16
+"""Bytes; more than the files that are read like this can have."""
+
+
 def _stat_fields(pid: int) -> list[str] | None:
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            text = file.read()
+        text = read_at_once(f"/proc/{pid}/stat")
     except OSError:
         return None
     # The command name may hold spaces and brackets: only what follows the last one is regular.
@@ -161,53 +173,6 @@ def process_group(pid: int) -> int | None:
     return None if fields is None else int(fields[_STAT_PGRP])
 
 
-def open_pidfd(identity: ProcessIdentity) -> int | None:
-    """A file descriptor that becomes readable when this process ends; None when it is gone.
-
-    The identity is compared after the descriptor exists, so a reused pid cannot slip in.
-    """
-    try:
-        fd = os.pidfd_open(identity.pid)
-    except OSError as exc:
-        if exc.errno == errno.ESRCH:
-            return None
-        raise
-    if identity.exists():
-        return fd
-    os.close(fd)
-    return None
-
-
-def open_thread_pidfds(identity: ProcessIdentity) -> list[int]:
-    """A descriptor for each thread that the process has now, readable when the thread ends.
-
-    When a process is killed, all of its threads but one end within a millisecond; the last one
-    first gives back the memory of the process (seconds for large ones, or with a device
-    attached), and only then does the process's own pidfd become readable. Empty before Linux
-    6.9, which brought PIDFD_THREAD (pidfd_open(2)).
-    """
-    fds = []
-    try:
-        entries = list(os.scandir(f"/proc/{identity.pid}/task"))
-    except OSError:
-        return []
-    for entry in entries:
-        try:
-            fds.append(os.pidfd_open(int(entry.name), _PIDFD_THREAD))
-        except OSError:
-            # EINVAL: an older kernel. ESRCH: that thread has just ended.
-            continue
-    if fds and not identity.exists():
-        for fd in fds:
-            os.close(fd)
-        return []
-    return fds
-
-
-_PIDFD_THREAD = os.O_EXCL
-"""Value of PIDFD_THREAD (include/uapi/linux/pidfd.h)."""
-
-
 def exit_under_way(identity: ProcessIdentity) -> ExitStatus | None:
     """How this process is ending while it still is; None when it is not, or ends with 0.
 
@@ -276,38 +241,6 @@ def kill_group(leader: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def kill_process(process: ProcessIdentity, signum: int = signal.SIGKILL) -> bool:
-    """Signal this one process and no other; False when it is not there any more."""
-    pidfd = open_pidfd(process)
-    if pidfd is None:
-        return False
-    try:
-        signal.pidfd_send_signal(pidfd, signum)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(pidfd)
-    return True
-
-
-def await_ends(pids: list[int], timeout_s: float) -> list[int]:
-    """Wait for these processes to end; the pids that have not after ``timeout_s`` seconds."""
-    deadline = time.monotonic() + timeout_s
-    left = []
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError:
-            continue
-        try:
-            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                left.append(pid)
-        finally:
-            os.close(fd)
-    return left
 
 
 def reap(pid: int) -> None:

@@ -20,12 +20,12 @@ from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.processes.cgroups import OomKills
 from vllm_omni.health.processes.judge import Judge
 from vllm_omni.health.processes.last_words import LastWordsReader, Words
+from vllm_omni.health.processes.pidfd import open_thread_pidfds, thread_exit_status
 from vllm_omni.health.processes.process import (
     ExitStatus,
     ProcessIdentity,
     adopts_orphans,
     exit_under_way,
-    open_thread_pidfds,
     peek_exit_status,
     reap_adopted,
 )
@@ -283,10 +283,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._timers.next_in())
-        try:
+        if any(event.data is None for event, _ in ready):
             os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
         while self._commands:
             self._commands.popleft()()
         # What a process said comes before the fact that it has ended.
@@ -370,12 +368,15 @@ class Supervisor:
         watched = thread.watched
         if thread.pidfd not in watched.threads:
             return  # closed by an event before this one
+        status = thread_exit_status(thread.pidfd)
         self._selector.unregister(thread.pidfd)
         os.close(thread.pidfd)
         watched.threads.discard(thread.pidfd)
-        status = exit_under_way(watched.identity)
-        # Threads also end in processes that go on, and then there is no status.
-        if status is not None:
+        # A signal ends all threads of a process. Otherwise they also end in processes that go
+        # on, with 0, and the process has the last word.
+        if status is None or status.code:
+            status = exit_under_way(watched.identity)
+        if status is not None and status != ExitStatus(code=0):
             self._judge.ending(self._replicas[watched.key], watched, status)
 
     def _process_ended(self, watched: WatchedProcess) -> None:

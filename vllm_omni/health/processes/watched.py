@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from vllm_omni.health.faults.fault import Fault, process_lost
 from vllm_omni.health.processes.cgroups import OomKills
 from vllm_omni.health.processes.last_words import LastWordsReader
+from vllm_omni.health.processes.pidfd import await_ends, kill_process, open_pidfd
 from vllm_omni.health.processes.process import (
     ExitStatus,
     ProcessIdentity,
-    await_ends,
     group_members,
     kill_group,
-    kill_process,
-    open_pidfd,
     parent_pid,
     reap,
 )
