@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_omni.health.processes.process import Activity, ProcessIdentity, kill_process
+from vllm_omni.health.processes.pidfd import kill_process
+from vllm_omni.health.processes.process import Activity, ProcessIdentity
 from vllm_omni.health.processes.watched import Replica
 
 logger = logging.getLogger(__name__)
