@@ -9,6 +9,12 @@ import msgspec
 import pytest
 from vllm_omni.health.faults.fault import Fault, FaultKind, Severity
 from vllm_omni.health.state import journal
+from vllm_omni.health.state.causes import (
+    FAILED_START,
+    ORCHESTRATOR_ENDED,
+    loop_stalled,
+    memory_pressure,
+)
 from vllm_omni.health.state.machine import (
     HealthMachine,
     InvalidTransition,
@@ -160,25 +166,25 @@ def test_a_replica_lost_while_starting_makes_the_start_degraded(starting: Health
 
 
 def test_a_failed_start_is_the_end(starting: HealthMachine) -> None:
-    starting.start_failed(fault("accelerator"))
+    starting.arise(FAILED_START, fault("accelerator"))
     assert moves(starting) == ["DEAD"]
     assert kind(starting) == "accelerator"
 
 
 def test_a_start_does_not_fail_after_it(machine: HealthMachine) -> None:
     with pytest.raises(InvalidTransition):
-        machine.start_failed(fault())
+        machine.arise(FAILED_START, fault())
     assert machine.snapshot.state is State.HEALTHY
     assert machine.reason is None
 
 
 def test_the_orchestrator_can_end_while_starting(starting: HealthMachine) -> None:
-    starting.orchestrator_ended(fault("orchestrator"))
+    starting.arise(ORCHESTRATOR_ENDED, fault("orchestrator"))
     assert moves(starting) == ["DEAD"]
 
 
 def test_a_start_that_completes_too_late_is_only_noted(starting: HealthMachine) -> None:
-    starting.start_failed(fault())
+    starting.arise(FAILED_START, fault())
     starting.started()
     starting.expect_stage(0, 1)
     assert moves(starting) == ["DEAD"]
@@ -321,20 +327,20 @@ def test_a_replica_that_starts_is_not_suspect(starting: HealthMachine) -> None:
 def test_memory_pressure_stops_new_requests_until_every_device_is_well(
     machine: HealthMachine,
 ) -> None:
-    machine.memory_pressure("cuda:0", fault("oom"))
-    machine.memory_pressure("cuda:1", fault("oom"))
+    machine.arise(memory_pressure("cuda:0"), fault("oom"))
+    machine.arise(memory_pressure("cuda:1"), fault("oom"))
     assert (machine.snapshot.state, machine.snapshot.accepting) == (State.DEGRADED, False)
-    machine.memory_pressure("cuda:0", None)
+    machine.end(memory_pressure("cuda:0"))
     assert (machine.snapshot.state, machine.snapshot.accepting) == (State.DEGRADED, False)
-    machine.memory_pressure("cuda:1", None)
+    machine.end(memory_pressure("cuda:1"))
     assert (machine.snapshot.state, machine.snapshot.accepting) == (State.HEALTHY, True)
 
 
 def test_repeating_what_is_known_of_memory_changes_nothing(machine: HealthMachine) -> None:
-    machine.memory_pressure("cuda:0", None)
-    machine.memory_pressure("cuda:0", fault("oom", message="first"))
+    machine.end(memory_pressure("cuda:0"))
+    machine.arise(memory_pressure("cuda:0"), fault("oom", message="first"))
     before, count = machine.snapshot, len(machine.history())
-    machine.memory_pressure("cuda:0", fault("oom", message="second"))
+    machine.arise(memory_pressure("cuda:0"), fault("oom", message="second"))
     assert machine.snapshot is before
     assert len(machine.history()) == count
 
@@ -343,14 +349,14 @@ def test_repeating_what_is_known_of_memory_changes_nothing(machine: HealthMachin
 
 
 def test_nothing_leads_out_of_dead(machine: HealthMachine) -> None:
-    machine.orchestrator_ended(fault("orchestrator"))
+    machine.arise(ORCHESTRATOR_ENDED, fault("orchestrator"))
     since = machine.snapshot.since
     machine.replica_ready(0, 0)
     machine.replica_recovered(0, 0)
-    machine.memory_pressure("cuda:0", None)
+    machine.end(memory_pressure("cuda:0"))
     machine.started()
-    machine.start_failed(fault())
-    machine.orchestrator_ended(fault())
+    machine.arise(FAILED_START, fault())
+    machine.arise(ORCHESTRATOR_ENDED, fault())
     assert moves(machine) == ["HEALTHY", "DEGRADED", "DEAD"]
     assert machine.snapshot.since == since
     assert kind(machine) == "engine"  # within the settling time
@@ -504,11 +510,11 @@ def test_what_degraded_it_just_before_may_be_the_reason(
 
 
 def test_the_reason_passes_to_what_is_still_wrong(machine: HealthMachine, clock: Clock) -> None:
-    machine.memory_pressure("cuda:0", fault("oom"))
+    machine.arise(loop_stalled("API server"), fault("orchestrator"))
     clock.now += 1
     machine.replica_lost(1, 0, fault("hang"))
-    assert kind(machine) == "oom"
-    machine.memory_pressure("cuda:0", None)
+    assert kind(machine) == "orchestrator"
+    machine.end(loop_stalled("API server"))
     assert machine.snapshot.state is State.DEGRADED
     assert kind(machine) == "hang"
 
@@ -736,7 +742,7 @@ def shortage() -> Fault:
 def test_a_shortage_gives_way_to_what_really_fails_and_comes_back(
     machine: HealthMachine, clock: Clock
 ) -> None:
-    machine.memory_pressure("host", shortage())
+    machine.arise(memory_pressure("host"), shortage())
     assert machine.reason == shortage()
     clock.now += 0.01
     machine.replica_lost(1, 0, fault("process_lost"))
@@ -744,7 +750,7 @@ def test_a_shortage_gives_way_to_what_really_fails_and_comes_back(
     assert machine.reason.kind is FaultKind.PROCESS_LOST
     machine.replica_ready(1, 0)
     assert machine.reason == shortage()
-    machine.memory_pressure("host", None)
+    machine.end(memory_pressure("host"))
     assert (machine.snapshot.state, machine.reason) == (State.HEALTHY, None)
 
 
@@ -753,7 +759,7 @@ def test_a_shortage_does_not_take_the_place_of_a_fault(
 ) -> None:
     machine.replica_lost(1, 0, fault("process_lost"))
     clock.now += 0.01
-    machine.memory_pressure("host", shortage())
+    machine.arise(memory_pressure("host"), shortage())
     assert machine.reason is not None
     assert machine.reason.kind is FaultKind.PROCESS_LOST
     machine.replica_lost(1, 1, fault("engine"))

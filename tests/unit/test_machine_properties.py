@@ -17,6 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_omni.health.faults.fault import Fault, FaultKind, Severity
+from vllm_omni.health.state.causes import (
+    ERROR_BUDGET_SPENT,
+    FAILED_START,
+    ORCHESTRATOR_ENDED,
+    Cause,
+    loop_stalled,
+    memory_pressure,
+)
 from vllm_omni.health.state.machine import (
     HealthMachine,
     InvalidTransition,
@@ -36,6 +44,16 @@ LEGAL = {
 }
 
 
+CAUSES: dict[str, Callable[..., Cause]] = {
+    "memory_pressure": memory_pressure,
+    "error_budget": lambda: ERROR_BUDGET_SPENT,
+    "loop_stalled": loop_stalled,
+    "start_failed": lambda: FAILED_START,
+    "orchestrator_ended": lambda: ORCHESTRATOR_ENDED,
+}
+"""By the name of the fact: its last argument is a fault, or None at its end."""
+
+
 class Fact(NamedTuple):
     """A call of one of the machine's methods, after some seconds have passed."""
 
@@ -46,7 +64,15 @@ class Fact(NamedTuple):
     def tell(self, machine: HealthMachine) -> bool:
         """Whether the machine took it."""
         try:
-            getattr(machine, self.name)(*self.args)
+            if self.name not in CAUSES:
+                getattr(machine, self.name)(*self.args)
+                return True
+            *which, fault = self.args
+            cause = CAUSES[self.name](*which)
+            if fault is None:
+                machine.end(cause)
+            else:
+                machine.arise(cause, fault)
         except InvalidTransition:
             return False
         return True
@@ -82,8 +108,7 @@ def facts(after: st.SearchStrategy[float]) -> st.SearchStrategy[Fact]:
         one("replica_recovered", stage_ids, replica_ids),
         one("memory_pressure", devices, st.none() | fatal_faults),
         one("error_budget", st.none() | request_faults),
-        one("loop_stalled", loops, fatal_faults),
-        one("loop_turns", loops),
+        one("loop_stalled", loops, st.none() | fatal_faults),
         one("fault_noted", any_faults),
     ]
     rare = [
@@ -188,8 +213,8 @@ class Model:
 
     def stalled(self) -> set[str]:
         """Loops whose last word was that they stand still."""
-        last = {fact.args[0]: fact.name for fact in self.told if fact.name.startswith("loop_")}
-        return {loop for loop, name in last.items() if name == "loop_stalled"}
+        last = {fact.args[0]: fact.args[1] for fact in self.told if fact.name == "loop_stalled"}
+        return {loop for loop, fault in last.items() if fault is not None}
 
     def hopeless(self) -> bool:
         """Whether the last fact leaves no way to serve."""

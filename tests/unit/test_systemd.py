@@ -8,6 +8,7 @@ import pytest
 from vllm_omni.entrypoints.health.server.systemd import ServiceManager
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime
+from vllm_omni.health.state.causes import memory_pressure
 from vllm_omni.health.state.machine import HealthMachine
 
 from vllm_omni_health.settings.model import HealthSettings
@@ -70,8 +71,8 @@ def test_it_is_told_of_readiness_of_every_state_and_of_the_end(address, systemd)
     manager.ready()
     manager.ready()
     assert systemd.told() == ["STATUS=HEALTHY", "READY=1"]
-    server.memory_pressure("cuda:0", Fault(kind=FaultKind.OOM, message="SECRET\nREADY=1"))
-    server.memory_pressure("cuda:0", None)
+    server.arise(memory_pressure("cuda:0"), Fault(kind=FaultKind.OOM, message="SECRET\nREADY=1"))
+    server.end(memory_pressure("cuda:0"))
     assert systemd.told() == [f"STATUS=DEGRADED: {FaultKind.OOM.sentence}", "STATUS=HEALTHY"]
     server.drain()
     server.drain()

@@ -33,6 +33,7 @@ from vllm_omni.health.liveness.loops import BEAT_S
 from vllm_omni.health.liveness.pings import PING, LivenessMonitor, Ping
 from vllm_omni.health.memory.preflight import when_ready
 from vllm_omni.health.runtime import HealthRuntime, require
+from vllm_omni.health.state.causes import ORCHESTRATOR_ENDED
 from vllm_omni.health.state.machine import ReplicaState, State
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         """
         exc = sys.exception()
         if not self._health.supervisor.closing:
-            self._health.machine.orchestrator_ended(self._orchestrator_fault(exc))
+            self._health.machine.arise(ORCHESTRATOR_ENDED, self._orchestrator_fault(exc))
         await super()._shutdown_extensions()  # type: ignore[misc]
         self._health.supervisor.all_closing()
         await self._close_stages()

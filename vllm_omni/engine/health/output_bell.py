@@ -16,6 +16,7 @@ from typing import Any
 import janus
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, require
+from vllm_omni.health.state.causes import ORCHESTRATOR_ENDED
 from vllm_omni.health.state.machine import State
 
 _CLOSED = (janus.SyncQueueShutDown, RuntimeError)
@@ -83,7 +84,7 @@ def _note_end(runtime: HealthRuntime) -> None:
     """The thread is gone. As a rule its loop has said so; this is for when it could not."""
     if not runtime.supervisor.closing and runtime.machine.snapshot.state is not State.DEAD:
         fault = Fault(kind=FaultKind.ORCHESTRATOR, role="orchestrator", pid=os.getpid())
-        runtime.machine.orchestrator_ended(fault)
+        runtime.machine.arise(ORCHESTRATOR_ENDED, fault)
 
 
 async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.health.faults.fault import Fault, FaultKind
+from vllm_omni.health.state.causes import ORCHESTRATOR_ENDED, loop_stalled
 from vllm_omni.health.state.machine import HealthMachine
 
 logger = logging.getLogger(__name__)
@@ -117,16 +118,16 @@ class LoopWatch:
             if self._stalled:
                 self._stalled = False
                 logger.warning("[health] the loop of the %s turns again", self._beat.name)
-                self._machine.loop_turns(self._beat.name)
+                self._machine.end(loop_stalled(self._beat.name))
             return
         self._silent_s += passed
         if self._silent_s > self._end_s and not self._ended:
             self._ended = True
-            self._machine.orchestrator_ended(self._fault())
+            self._machine.arise(ORCHESTRATOR_ENDED, self._fault())
             self._on_end()
         elif self._silent_s > self._stall_s and not self._stalled:
             self._stalled = True
-            self._machine.loop_stalled(self._beat.name, self._fault())
+            self._machine.arise(loop_stalled(self._beat.name), self._fault())
 
     def _fault(self) -> Fault:
         fault = Fault(

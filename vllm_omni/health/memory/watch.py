@@ -34,6 +34,7 @@ from vllm_omni.health.memory.view import (
     StageRow,
 )
 from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.state.causes import memory_pressure
 from vllm_omni.health.state.machine import HealthMachine, ReplicaState
 from vllm_omni.health.state.values import Snapshot
 
@@ -201,12 +202,12 @@ class MemoryWatch:
                 in_words(sample.total),
                 in_words(floor),
             )
-            self._machine.memory_pressure(sample.device, pressure_fault(account))
+            self._machine.arise(memory_pressure(sample.device), pressure_fault(account))
         elif before and not after:
             logger.warning(
                 "[health] %s has memory again: %s free", sample.device, in_words(sample.free)
             )
-            self._machine.memory_pressure(sample.device, None)
+            self._machine.end(memory_pressure(sample.device))
         return after
 
     # ---- the discrepancy ---------------------------------------------------------------------

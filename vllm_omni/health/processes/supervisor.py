@@ -67,6 +67,7 @@ class Supervisor:
         self._closing_all = False
         self._stopped = False
         self._timers = Timers()
+        self._next_s: float | None = None
         self._judge = Judge(
             self._timers,
             self.report,
@@ -282,7 +283,7 @@ class Supervisor:
             self._close()
 
     def _turn(self) -> None:
-        ready = self._selector.select(self._timers.next_in())
+        ready = self._selector.select(self._next_s)
         if any(event.data is None for event, _ in ready):
             os.eventfd_read(self._wake_fd)
         while self._commands:
@@ -297,7 +298,7 @@ class Supervisor:
         for event, _ in ready:
             if isinstance(event.data, WatchedProcess):
                 self._process_ended(event.data)
-        self._timers.run()
+        self._next_s = self._timers.run()
 
     def _register(self, watched: WatchedProcess, words: LastWordsReader | None) -> None:
         self._watch(watched)

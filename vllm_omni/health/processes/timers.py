@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
+import sched
 import time
 from collections.abc import Callable
 
@@ -15,14 +14,11 @@ class Timers:
     """Calls that are due at a time. Used on one thread only; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._numbers = itertools.count()
-        # The number keeps calls that are due at the same time in order.
-        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._calls = sched.scheduler(clock)
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call once, in so many seconds."""
-        heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), call))
+        """Call once, in so many seconds. What it raises is logged."""
+        self._calls.enter(seconds, 0, _logged, (call,))
 
     def every(self, period_s: float, call: Callable[[], object]) -> None:
         """Call again and again. What it raises is logged, and it is called no more."""
@@ -33,16 +29,13 @@ class Timers:
 
         self.after(period_s, again)
 
-    def next_in(self) -> float | None:
-        """Seconds until a call is due; None when there is none to wait for."""
-        return max(0.0, self._due[0][0] - self._clock()) if self._due else None
+    def run(self) -> float | None:
+        """Make the calls that are due; seconds until the next one is, None when there is none."""
+        return self._calls.run(blocking=False)
 
-    def run(self) -> None:
-        """Make the calls that are due."""
-        now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            _, _, call = heapq.heappop(self._due)
-            try:
-                call()
-            except Exception:
-                logger.exception("[health] a timed call failed")
+
+def _logged(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        logger.exception("[health] a timed call failed")

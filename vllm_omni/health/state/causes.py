@@ -6,27 +6,51 @@ from dataclasses import dataclass
 
 from vllm_omni.health.faults.fault import Fault
 
-Cause = tuple[str, int, int] | tuple[str, str] | tuple[str]
-"""The key under which something wrong is remembered until it is gone."""
 
-ORCHESTRATOR: Cause = ("orchestrator",)
-START: Cause = ("start",)
-ERROR_BUDGET: Cause = ("error budget",)
+@dataclass(frozen=True)
+class Cause:
+    """A condition that can be wrong, by the key under which it is known while it is."""
+
+    key: tuple[str | int, ...]
+    begins: str
+    """What the history calls its beginning."""
+    ends: str | None = None
+    """What the history calls its end; None where nothing ends it, and the server is dead by it."""
+    stops_admission: bool = False
+    """Whether no request is admitted while it lasts, in any stage."""
+    competes: bool = True
+    """Whether its fault may be the reason of an end. A mere shortage ends nothing, and gives way
+    as the reason to whatever really fails."""
 
 
-def replica_cause(stage_id: int, replica_id: int) -> Cause:
-    """The cause that is a lost or suspect replica."""
-    return ("replica", stage_id, replica_id)
+FAILED_START = Cause(("start",), "start failed")
+ORCHESTRATOR_ENDED = Cause(("orchestrator",), "orchestrator ended")
+"""Its loop ended, or will never turn again, without being told to."""
+ERROR_BUDGET_SPENT = Cause(
+    ("error budget",), "error budget spent", "error budget restored", competes=False
+)
+"""More requests failed of late than are put up with."""
 
 
-def memory_cause(device: str) -> Cause:
-    """The cause that is a device short of memory."""
-    return ("memory", device)
+def replica_out(stage_id: int, replica_id: int) -> Cause:
+    """A lost or suspect replica."""
+    return Cause(("replica", stage_id, replica_id), "replica lost", "replica ready")
 
 
-def loop_cause(loop: str) -> Cause:
-    """The cause that is an event loop that does not turn."""
-    return ("loop", loop)
+def memory_pressure(device: str) -> Cause:
+    """A device with too little free memory to admit requests."""
+    return Cause(
+        ("memory", device),
+        "memory pressure",
+        "memory pressure over",
+        stops_admission=True,
+        competes=False,
+    )
+
+
+def loop_stalled(loop: str) -> Cause:
+    """An event loop of the server that does not turn, and requests with it."""
+    return Cause(("loop", loop), "loop stalled", "loop turns again", stops_admission=True)
 
 
 @dataclass(frozen=True)
@@ -76,20 +100,20 @@ class Causes:
         return self._reason.fault if self._reason is not None else None
 
     @property
-    def memory_pressure(self) -> bool:
-        """Whether any device is short of memory."""
-        return any(cause[0] == "memory" for cause in self._causes)
+    def fatal(self) -> bool:
+        """Whether there is one that nothing ends."""
+        return any(cause.ends is None for cause in self._causes)
 
     @property
-    def stalled_loop(self) -> bool:
-        """Whether any of the server's loops does not turn."""
-        return any(cause[0] == "loop" for cause in self._causes)
+    def stop_admission(self) -> bool:
+        """Whether any of them lets no request in."""
+        return any(cause.stops_admission for cause in self._causes)
 
     def of_stage(self, stage_id: int) -> Fault | None:
         """Why the latest replica of this stage to be lost or suspect is so."""
         found = None
         for cause, settling in self._causes.items():
-            if cause[:2] == ("replica", stage_id) and settling is not None:
+            if cause.key[:2] == ("replica", stage_id) and settling is not None:
                 found = settling.fault
         return found
 
@@ -104,8 +128,7 @@ class Causes:
         if fault is None:
             self._causes.setdefault(cause, None)
             return
-        if cause[0] == "memory" and not fault.fatal:
-            # It ends nothing, so it must not be taken for the reason of an end that comes soon.
+        if not cause.competes:
             alone = self._causes[cause] = _Settling(fault, now, yields=True)
             if self._reason is None:
                 self._reason, self._reason_cause = alone, cause
@@ -118,20 +141,11 @@ class Causes:
         if self._reason is None or self._reason.yields:
             self._reason, self._reason_cause = self._recent, cause
 
-    def bear(self, cause: Cause, fault: Fault, now: float) -> None:
-        """Something is wrong that never ends the server by itself.
-
-        Its fault does not compete: it must not stand in for one that does end it.
-        """
-        self._causes[cause] = _Settling(fault, now)
-        if self._reason is None:
-            self._reason, self._reason_cause = self._causes[cause], cause
-
     def note(self, fault: Fault, now: float) -> None:
         """A fault that causes nothing by itself."""
         self._compete(fault, now)
         if fault.stage_id is not None and fault.replica_id is not None:
-            cause = replica_cause(fault.stage_id, fault.replica_id)
+            cause = replica_out(fault.stage_id, fault.replica_id)
             known = self._causes.get(cause)
             if known is not None:
                 self._causes[cause] = known.joined(fault, now, self._settle_s)

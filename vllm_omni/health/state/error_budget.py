@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from vllm_omni.health.faults.fault import Fault
+from vllm_omni.health.state.causes import ERROR_BUDGET_SPENT
 from vllm_omni.health.state.machine import HealthMachine
 
 
@@ -57,4 +58,7 @@ class ErrorBudget:
             while self._times and self._times[0] <= horizon:
                 self._times.popleft()
             fault = self._last if len(self._times) > self._count else None
-        self._machine.error_budget(fault)
+        if fault is not None:
+            self._machine.arise(ERROR_BUDGET_SPENT, fault)
+        else:
+            self._machine.end(ERROR_BUDGET_SPENT)

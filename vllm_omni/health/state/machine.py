@@ -19,16 +19,7 @@ from typing import Any
 
 import msgspec
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.state.causes import (
-    ERROR_BUDGET,
-    ORCHESTRATOR,
-    START,
-    Cause,
-    Causes,
-    loop_cause,
-    memory_cause,
-    replica_cause,
-)
+from vllm_omni.health.state.causes import FAILED_START, Cause, Causes, replica_out
 from vllm_omni.health.state.journal import Journal, Observer
 from vllm_omni.health.state.values import (
     InvalidTransition,
@@ -180,7 +171,7 @@ class HealthMachine:
             changed = replica.state is not ReplicaState.LIVE
             replica.state = ReplicaState.LIVE
             replica.pid = pid if pid is not None else replica.pid
-            self._gone(replica_cause(stage_id, replica_id))
+            self._gone(replica_out(stage_id, replica_id))
             self._update("replica ready", event=changed)
 
     def started(self) -> None:
@@ -201,21 +192,12 @@ class HealthMachine:
                     )
             self._update("started", start=True)
 
-    def start_failed(self, fault: Fault) -> None:
-        """The server cannot start: STARTING → DEAD. InvalidTransition once it has started."""
-        with self._fact():
-            state = self.snapshot.state
-            if state in (State.HEALTHY, State.DEGRADED):
-                raise InvalidTransition(f"the server is {state}, its start cannot fail any more")
-            self._wrong(START, fault)
-            self._update("start failed", fault)
-
     def replica_lost(self, stage_id: int, replica_id: int, fault: Fault) -> None:
         """A replica is gone; only :meth:`replica_ready` brings it back."""
         fault = fault.as_fatal().with_context(stage_id=stage_id, replica_id=replica_id)
         with self._fact():
             replica = self._replica(stage_id, replica_id)
-            cause = replica_cause(stage_id, replica_id)
+            cause = replica_out(stage_id, replica_id)
             if replica.state is ReplicaState.SUSPECT:
                 self._gone(cause)  # now it is known, so the suspicion is not the reason
             replica.state = ReplicaState.LOST
@@ -231,7 +213,7 @@ class HealthMachine:
             changed = replica.state is ReplicaState.LIVE
             if changed:
                 replica.state = ReplicaState.SUSPECT
-                self._wrong(replica_cause(stage_id, replica_id), fault)
+                self._wrong(replica_out(stage_id, replica_id), fault)
             self._update("replica suspect", fault, event=changed)
 
     def replica_recovered(self, stage_id: int, replica_id: int) -> None:
@@ -241,59 +223,36 @@ class HealthMachine:
             changed = replica.state is ReplicaState.SUSPECT
             if changed:
                 replica.state = ReplicaState.LIVE
-                self._gone(replica_cause(stage_id, replica_id))
+                self._gone(replica_out(stage_id, replica_id))
             self._update("replica recovered", event=changed)
 
-    def memory_pressure(self, device: str, fault: Fault | None) -> None:
-        """A device has too little free memory to admit requests, or (None) no longer.
+    def arise(self, cause: Cause, fault: Fault) -> None:
+        """Something is wrong from now on; repeating what is known changes nothing.
 
-        Devices are independent of one another; repeating what is known changes nothing.
+        A cause that nothing ends makes the server DEAD. Raises InvalidTransition for FAILED_START
+        once the server has started.
         """
         with self._fact():
-            cause = memory_cause(device)
-            changed = (cause in self._causes) is (fault is None)
-            if fault is None:
-                self._gone(cause)
-            elif changed:
+            state = self.snapshot.state
+            if cause == FAILED_START and state in (State.HEALTHY, State.DEGRADED):
+                raise InvalidTransition(f"the server is {state}, its start cannot fail any more")
+            # Of what ends the server a second fault may be the more telling one.
+            news = cause not in self._causes or cause.ends is None
+            if news:
                 self._wrong(cause, fault)
-            self._update("memory pressure" if fault else "memory pressure over", fault, changed)
+            self._update(cause.begins, fault, event=news)
 
-    def error_budget(self, fault: Fault | None) -> None:
-        """More requests failed of late than are put up with, or (None) no longer.
+    def end(self, cause: Cause) -> None:
+        """Something is not wrong any more; no effect if it was not.
 
-        Degrades and nothing else: requests are still admitted. Repeating what is known changes
-        nothing.
+        Raises ValueError for a cause that nothing ends.
         """
+        if cause.ends is None:
+            raise ValueError(f"nothing ends this: {cause.begins}")
         with self._fact():
-            changed = (ERROR_BUDGET in self._causes) is (fault is None)
-            if fault is None:
-                self._gone(ERROR_BUDGET)
-            elif changed:
-                self._causes.bear(ERROR_BUDGET, fault, self._now)
-            what = "error budget spent" if fault else "error budget restored"
-            self._update(what, fault, event=changed)
-
-    def loop_stalled(self, loop: str, fault: Fault) -> None:
-        """An event loop of the server does not turn, and requests with it; repeating is idle."""
-        with self._fact():
-            cause = loop_cause(loop)
-            changed = cause not in self._causes
-            if changed:
-                self._wrong(cause, fault)
-            self._update("loop stalled", fault, changed)
-
-    def loop_turns(self, loop: str) -> None:
-        """A loop that had stalled turns again."""
-        with self._fact():
-            changed = loop_cause(loop) in self._causes
-            self._gone(loop_cause(loop))
-            self._update("loop turns again", event=changed)
-
-    def orchestrator_ended(self, fault: Fault) -> None:
-        """The orchestrator's loop ended, or will never turn again, without being told to: DEAD."""
-        with self._fact():
-            self._wrong(ORCHESTRATOR, fault)
-            self._update("orchestrator ended", fault)
+            news = cause in self._causes
+            self._gone(cause)
+            self._update(cause.ends, event=news)
 
     def noted(self, cause: str, detail: dict[str, Any]) -> None:
         """Something worth a line in the history that is no fault: it moves nothing.
@@ -346,9 +305,7 @@ class HealthMachine:
 
     def _target(self, start: bool) -> State:
         """The state that the facts call for."""
-        if self.snapshot.state is State.DEAD or ORCHESTRATOR in self._causes:
-            return State.DEAD
-        if START in self._causes:
+        if self.snapshot.state is State.DEAD or self._causes.fatal:
             return State.DEAD
         for replicas in self._stages.values():
             if all(replica.state is ReplicaState.LOST for replica in replicas.values()):
@@ -395,8 +352,7 @@ class HealthMachine:
             state=state,
             accepting=serving
             and not self._draining
-            and not self._causes.memory_pressure
-            and not self._causes.stalled_loop
+            and not self._causes.stop_admission
             and all(self._can_serve(stage_id) for stage_id in self._stages),
             draining=self._draining,
             since=before.since if state is before.state else self._wall,

@@ -30,6 +30,7 @@ from vllm_omni.health.faults.classify import fault_from_exception, walk
 from vllm_omni.health.faults.exit_line import write_reason
 from vllm_omni.health.memory.preflight import PreflightError, before_start
 from vllm_omni.health.runtime import HealthRuntime, set_current
+from vllm_omni.health.state.causes import FAILED_START
 from vllm_omni.health.state.machine import State
 
 from vllm_omni_health.console import complain
@@ -123,20 +124,20 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
     if state is State.STARTING and isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
         where = f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', '?')}"
         complain(f"cannot listen on {where}: the address is in use; choose another --port")
-        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        runtime.machine.arise(FAILED_START, fault_from_exception(exc, role="server"))
         return START_FAILED
     wrong = (SettingsError, PreflightError)
     settings_error = next((found for found in walk(exc) if isinstance(found, wrong)), None)
     if settings_error is not None:
         # Not known before upstream has resolved the deployment, or started its stages.
         complain(settings_error)
-        runtime.machine.start_failed(fault_from_exception(exc, role="server"))
+        runtime.machine.arise(FAILED_START, fault_from_exception(exc, role="server"))
         return START_FAILED
     traceback.print_exception(exc)
     if not runtime.machine.snapshot.started:
         fault = reason or fault_from_exception(exc, role="server")
         if state is State.STARTING:
-            runtime.machine.start_failed(fault)
+            runtime.machine.arise(FAILED_START, fault)
         complain(f"start-up failed: {describe(fault)}")
         return START_FAILED
     if state is State.DEAD and reason is not None:
