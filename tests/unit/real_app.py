@@ -204,7 +204,7 @@ class Realtime:
 class Service:
     """A server in this process: everything a test needs to break it and look at it."""
 
-    def __init__(self, app, replicas):
+    def __init__(self, app, replicas, max_requests=None):
         self.runtime = HealthRuntime(HealthSettings(retry_after_s=7))
         self.machine = self.runtime.machine
         self.machine.expect_stage(0, replicas)
@@ -215,7 +215,7 @@ class Service:
         set_current(self.runtime)
         self.app_state = app.state
         self._set_state(app.state)
-        self.guard = RequestGuard(app, self.runtime)
+        self.guard = RequestGuard(app, self.runtime, max_requests=max_requests)
         self.guard.book.keep(self.engine)
 
     def _set_state(self, state):
@@ -236,9 +236,9 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def serving(app, *, replicas=1):
+async def serving(app, *, replicas=1, max_requests=None):
     """The application behind the guard, on a port of its own."""
-    service = Service(app, replicas)
+    service = Service(app, replicas, max_requests)
     config = uvicorn.Config(
         service.guard, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=2
     )

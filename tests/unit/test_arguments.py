@@ -25,6 +25,14 @@ def checked(**arguments: Any) -> HealthSettings:
     return checked_settings(SimpleNamespace(**arguments))
 
 
+def test_a_limit_of_requests_is_none_below_zero_and_one_of_tokens_nobody_would_keep() -> None:
+    checked(max_num_queued_reqs=0)
+    with pytest.raises(BadUsage, match="--max-num-queued-reqs -1: must be 0 or more"):
+        checked(max_num_queued_reqs=-1)
+    with pytest.raises(BadInput, match="--max-num-queued-tokens 5: nobody counts tokens"):
+        checked(max_num_queued_tokens=5)
+
+
 def test_vllms_own_option_is_the_time_to_drain() -> None:
     settings = checked(shutdown_timeout=100)
     assert (settings.drain_timeout_s, settings.shutdown_timeout_s) == (100, 130)

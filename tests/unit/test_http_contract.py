@@ -12,6 +12,7 @@ import httpx
 import pytest
 import websockets
 from real_app import build_app, serving
+from vllm_omni.entrypoints.health.http.bodies import SHUTTING_DOWN, TOO_MANY
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, Fault, FaultKind
 
 pytestmark = pytest.mark.timeout(120)
@@ -338,6 +339,113 @@ def test_a_request_of_a_session_that_fails_alone_is_told_and_the_session_goes_on
             await socket.send(json.dumps({"type": "unheard of"}))
             while "nknown" not in json.dumps(message):
                 message = json.loads(await socket.recv())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", SESSIONS)
+def test_a_drain_closes_idle_sessions_at_once_and_others_when_they_are_done(app, path):
+    async def scenario():
+        async with (
+            serving(app) as service,
+            connect(service, path) as idle,
+            connect(service, path) as busy,
+        ):
+            await SESSIONS[path](busy)
+            await service.engine.until_in_flight()
+            if path == "/v1/realtime":
+                await idle.recv()
+            await asyncio.sleep(0.6)
+            service.machine.drain()
+            service.guard.dismiss_sessions()
+            await asyncio.wait_for(drained(idle), 5)
+            assert (idle.close_code, idle.close_reason) == (1001, SHUTTING_DOWN[:120])
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(service.guard.all_done(), 1)
+            assert busy.close_code is None
+            service.engine.finish()
+            await asyncio.wait_for(drained(busy), 5)
+            assert busy.close_code == 1001
+            await asyncio.wait_for(service.guard.all_done(), 5)
+            assert (len(service.guard.book), service.guard.in_flight) == (0, 0)
+
+    run(scenario)
+
+
+def test_a_duplex_session_is_at_work_while_it_says_something(app):
+    """A drain neither cuts it off in the middle of an answer nor waits for a silent one."""
+
+    class Duplex:
+        async def handle_realtime_session(self, websocket):
+            await websocket.accept()
+            app.state.engine_client._handles["duplex-1"] = object()
+            for _ in range(8):
+                await asyncio.sleep(0.2)
+                await websocket.send_json({"type": "response.output_audio.delta"})
+            await websocket.receive_text()
+
+    async def scenario():
+        async with serving(app) as service:
+            app.state.openai_serving_duplex = Duplex()
+            async with connect(service, "/v1/duplex") as socket:
+                await socket.recv()
+                service.machine.drain()
+                service.guard.dismiss_sessions()
+                for _ in range(7):
+                    await socket.recv()
+                await asyncio.wait_for(drained(socket), 5)
+                assert socket.close_code == 1001
+            # The session itself outlives its connection, with nothing to do.
+            assert len(service.guard.book) == 1
+            await asyncio.wait_for(service.guard.all_done(), 5)
+
+    run(scenario)
+
+
+def test_no_more_requests_at_a_time_than_may_be(app):
+    async def scenario():
+        async with serving(app, max_requests=2) as service, connect(service, "/v1/realtime"):
+            calls = [
+                asyncio.create_task(service.client.post("/v1/audio/speech", json=SPEECH))
+                for _ in range(2)
+            ]
+            await service.engine.until_in_flight(2)
+            refused = await service.client.post("/v1/audio/speech", json=SPEECH)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "7")
+            error = refused.json()["error"]
+            assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+            assert error["message"] == TOO_MANY
+            assert error["fault"] is None
+            with pytest.raises(websockets.InvalidStatus):
+                await connect(service, "/v1/audio/speech/stream")
+            for path in ("/health", "/v1/videos", "/metrics"):
+                assert (await service.client.get(path)).status_code == 200
+            assert service.machine.snapshot.state.value == "HEALTHY"
+            service.engine.finish()
+            await asyncio.gather(*calls)
+            again = asyncio.create_task(service.client.post("/v1/audio/speech", json=SPEECH))
+            await service.engine.until_in_flight(1)
+            service.engine.finish()
+            await again
+
+    run(scenario)
+
+
+def test_a_job_counts_as_long_as_it_lasts(app):
+    async def scenario():
+        async with serving(app, max_requests=1) as service:
+            await begin_video(service)
+            refused = await service.client.post("/v1/audio/speech", json=SPEECH)
+            assert refused.status_code == 503
+
+    run(scenario)
+
+
+def test_with_a_limit_of_none_none_is_admitted(app):
+    async def scenario():
+        async with serving(app, max_requests=0) as service:
+            refused = await service.client.post("/v1/audio/speech", json=SPEECH)
+            assert refused.status_code == 503
 
     run(scenario)
 

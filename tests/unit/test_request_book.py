@@ -48,7 +48,7 @@ def test_requests_belong_to_the_call_in_whose_context_they_are_made():
 
 def test_it_stays_upstreams_dict_in_every_way_that_upstream_uses():
     ended = []
-    book, engine = RequestBook(on_close=lambda: ended.append(1)), client()
+    book, engine = RequestBook(on_close=ended.append), client()
     engine.request_states["before"] = 0
     book.keep(engine)
     states = engine.request_states

@@ -7,7 +7,12 @@ from typing import get_args
 import pytest
 from real_app import build_app
 from vllm.tasks import SupportedTask
-from vllm_omni.entrypoints.health.http.routes import RouteKind, job_id_of, kind_of
+from vllm_omni.entrypoints.health.http.routes import (
+    RouteKind,
+    asks_for_work,
+    job_id_of,
+    kind_of,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
 SECTIONS = {
@@ -66,6 +71,25 @@ def test_the_guard_treats_a_route_as_the_page_says(route, kind):
 
 def test_a_route_that_nobody_has_looked_at_counts_as_work():
     assert kind_of("POST", "/v2/whatever") is RouteKind.WORK
+
+
+def test_what_ends_requests_or_serves_operators_is_not_one_too_many():
+    """``--max-num-queued-reqs`` must not keep anybody from making room."""
+    limited = {
+        path
+        for (method, path), kind in documented().items()
+        if kind is RouteKind.WORK and method != "WEBSOCKET" and asks_for_work(path)
+    }
+    assert {path.split("/")[1] for path in limited} == {
+        "v1",
+        "generative_scoring",
+        "inference",
+        "invocations",
+    }
+    assert not any(
+        "omni" in path or path.endswith(("cancel", "close", "reset")) for path in limited
+    )
+    assert asks_for_work("/v1/realtime/sessions/some-id/step")
 
 
 def test_the_id_of_a_job():

@@ -16,6 +16,7 @@ from vllm_omni.health.faults.refusals import Refusal
 from vllm_omni.health.state.machine import Snapshot, State
 
 SHUTTING_DOWN = "The server is shutting down. Please retry the request elsewhere or later."
+TOO_MANY = "The server has as many requests as it takes at a time. Please retry later."
 NOT_ACCEPTING = "The server is not accepting requests at the moment. Please retry later."
 
 
@@ -111,8 +112,12 @@ def fault_body(fault: Fault | None, *, request_id: str | None = None) -> dict[st
     )
 
 
-def refusal_body(snapshot: Snapshot, *, request_id: str | None = None) -> dict[str, Any]:
-    """The error body of a request that is not admitted."""
+def refusal_body(
+    snapshot: Snapshot, *, request_id: str | None = None, full: bool = False
+) -> dict[str, Any]:
+    """The error body of a request that is not admitted; ``full``: there are too many already."""
+    if full:
+        return error_body(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, request_id=request_id)
     if snapshot.draining and snapshot.state is not State.DEAD:
         message = SHUTTING_DOWN
     elif snapshot.fault is not None:

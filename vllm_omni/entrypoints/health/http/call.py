@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -31,6 +32,9 @@ from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
 
 logger = logging.getLogger(__name__)
+
+GOING_AWAY_CLOSE = 1001
+"""WebSocket close code for a server that goes down (RFC 6455, section 7.4.1)."""
 
 INTERNAL_ERROR_CLOSE = 1011
 """WebSocket close code for an unexpected condition on the server (RFC 6455, section 7.4.1)."""
@@ -70,6 +74,7 @@ class GuardedCall:
         self.complete = False
         self.taken_over = False
         self._cut_off = False
+        self._sent_at = float("-inf")
         self._started = False
         self._streams_events = False
         self._streams_bytes = False
@@ -88,6 +93,10 @@ class GuardedCall:
     def tells_of(self, request_id: str) -> bool:
         """Whether this engine's request is the work for the job that this call asks for."""
         return self.job_id is not None and is_request_of(request_id, self.job_id)
+
+    def quiet_for(self) -> float:
+        """Seconds since the application last sent something on this websocket."""
+        return time.monotonic() - self._sent_at
 
     @property
     def unanswered(self) -> bool:
@@ -149,6 +158,7 @@ class GuardedCall:
             await self._send(message)
 
     async def _send_on_websocket(self, message: Message) -> None:
+        self._sent_at = time.monotonic()
         if message["type"] == "websocket.accept":
             self._started = True
         elif message["type"] == "websocket.close":
@@ -246,7 +256,11 @@ class GuardedCall:
     # ---- what the guard sends ----------------------------------------------------------------
 
     async def take_over(
-        self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str] | None = None
+        self,
+        status: HTTPStatus,
+        body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        close_code: int = INTERNAL_ERROR_CLOSE,
     ) -> None:
         """Answer in the application's place, then end it."""
         if self.complete or self.taken_over:
@@ -254,7 +268,7 @@ class GuardedCall:
         self.taken_over = True
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._answer(status, body, headers or {})
+                await self._answer(status, body, headers or {}, close_code)
         except TimeoutError:
             logger.warning("[health] a client did not take its failure answer")
         except Exception:
@@ -266,13 +280,11 @@ class GuardedCall:
                 self._task.cancel()
 
     async def _answer(
-        self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]
+        self, status: HTTPStatus, body: dict[str, Any], headers: dict[str, str], close_code: int
     ) -> None:
         if self.is_websocket and self._started:
             reason = body["error"]["message"][:_REASON_LIMIT]
-            await self._send(
-                {"type": "websocket.close", "code": INTERNAL_ERROR_CLOSE, "reason": reason}
-            )
+            await self._send({"type": "websocket.close", "code": close_code, "reason": reason})
         elif self.is_websocket:
             await refuse_handshake(self.scope, self._send, status, body, headers)
             self.complete = True

@@ -22,11 +22,21 @@ from vllm_omni.entrypoints.health.http.bodies import (
     fault_body,
     refusal_body,
 )
-from vllm_omni.entrypoints.health.http.call import GuardedCall, refuse_handshake, set_current_call
+from vllm_omni.entrypoints.health.http.call import (
+    GOING_AWAY_CLOSE,
+    GuardedCall,
+    refuse_handshake,
+    set_current_call,
+)
 from vllm_omni.entrypoints.health.http.job_answers import JobAnswer
 from vllm_omni.entrypoints.health.http.probes import answer_probe, retry_after, send_json
 from vllm_omni.entrypoints.health.http.request_book import RequestBook
-from vllm_omni.entrypoints.health.http.routes import RouteKind, job_id_of, kind_of
+from vllm_omni.entrypoints.health.http.routes import (
+    RouteKind,
+    asks_for_work,
+    job_id_of,
+    kind_of,
+)
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.runtime import HealthRuntime
 
@@ -37,6 +47,11 @@ _REACT_S = 5.0
 failed. First comes an abort, which upstream gives its engine 2 s to acknowledge."""
 
 
+_QUIET_S = 0.5
+"""How long a websocket session must have said nothing to count as idle. A route has a last message
+to send when its request has ended, and a duplex session is known to be at work by that alone."""
+
+
 class Cutoff(Exception):
     """Raised into the HTTP server to break off a response that has no way to say an error."""
 
@@ -44,8 +59,11 @@ class Cutoff(Exception):
 class RequestGuard:
     """ASGI application around the server's application."""
 
-    def __init__(self, app: Any, runtime: HealthRuntime) -> None:
+    def __init__(
+        self, app: Any, runtime: HealthRuntime, *, max_requests: int | None = None
+    ) -> None:
         self._app = app
+        self._max_requests = max_requests
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._calls: set[GuardedCall] = set()
@@ -56,7 +74,8 @@ class RequestGuard:
         self._idle.set()
         self._all_done = asyncio.Event()
         self._all_done.set()
-        self.book = RequestBook(on_close=self._note_end)
+        self._dismissing = False
+        self.book = RequestBook(on_close=self._request_ended)
         runtime.request_faults.observe(self._request_failed)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,11 +97,38 @@ class RequestGuard:
         await self._all_done.wait()
 
     def _note_end(self) -> None:
-        for event, busy in ((self._idle, self._calls), (self._all_done, self._calls or self.book)):
-            if busy:
+        busy = bool(self._calls)
+        for event, wait in ((self._idle, busy), (self._all_done, busy or self.book.requests)):
+            if wait:
                 event.clear()
             else:
                 event.set()
+
+    def _request_ended(self, call: GuardedCall | None) -> None:
+        self._note_end()
+        if self._dismissing and call is not None and call.is_websocket:
+            self._dismiss_when_idle(call)
+
+    # ---- sessions, when the server is to end ---------------------------------------------------
+
+    def dismiss_sessions(self) -> None:
+        """Close every websocket with 1001 as soon as it has nothing in flight, if need be now."""
+        self._dismissing = True
+        for call in self._calls:
+            if call.is_websocket:
+                self._dismiss_when_idle(call)
+
+    def _dismiss_when_idle(self, call: GuardedCall) -> None:
+        if call not in self._calls or self.book.at_work(call):
+            return
+        soon = _QUIET_S - call.quiet_for()
+        if soon > 0:
+            self._loop.call_later(soon, self._dismiss_when_idle, call)
+            return
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        body = error_body(status, SHUTTING_DOWN, request_id=call.request_id)
+        headers = {"Retry-After": retry_after(self._runtime)}
+        self._answer_soon(call.take_over(status, body, headers, GOING_AWAY_CLOSE))
 
     # ---- answers to everyone -----------------------------------------------------------------
 
@@ -136,7 +182,7 @@ class RequestGuard:
             elif fault.fatal:
                 # What the session was about is gone with the replica. A request of a session
                 # that fails alone is the application's to report; the session goes on.
-                self._answer_soon(concerned, fault)
+                self._answer_with_fault(concerned, fault)
 
     def _see_to_silence(self, call: GuardedCall, fault: Fault) -> None:
         if call not in self._calls or call.complete:
@@ -145,11 +191,13 @@ class RequestGuard:
             self._loop.call_later(_REACT_S, self._see_to_silence, call, fault)
             return
         logger.error("[health] a failed request has got no answer; answering it")
-        self._answer_soon(call, fault)
+        self._answer_with_fault(call, fault)
 
-    def _answer_soon(self, call: GuardedCall, fault: Fault) -> None:
+    def _answer_with_fault(self, call: GuardedCall, fault: Fault) -> None:
         body = fault_body(fault, request_id=call.request_id)
-        answer: Coroutine[Any, Any, None] = call.take_over(HTTPStatus.INTERNAL_SERVER_ERROR, body)
+        self._answer_soon(call.take_over(HTTPStatus.INTERNAL_SERVER_ERROR, body))
+
+    def _answer_soon(self, answer: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(answer, name="health-answer")
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
@@ -175,12 +223,34 @@ class RequestGuard:
         if not self._runtime.machine.snapshot.accepting:
             await self._refuse(scope, receive, send)
             return
+        if self._full() and (scope["type"] == "websocket" or asks_for_work(path)):
+            await self._refuse(scope, receive, send, full=True)
+            return
         await self._guarded(GuardedCall(scope, send, self._runtime), receive)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _full(self) -> bool:
+        """Whether as many requests are in flight as there may be (``--max-num-queued-reqs``)."""
+        if self._max_requests is None:
+            return False
+        at_work = self.book.requests
+        # Each call counts as many as the engine has for it, and one before it has any.
+        if at_work + len(self._calls) < self._max_requests:
+            return False
+        entering = sum(
+            not call.is_websocket
+            and not call.asks_for_job
+            and asks_for_work(_route_path(call.scope))
+            and not self.book.at_work(call)
+            for call in self._calls
+        )
+        return at_work + entering >= self._max_requests
+
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, *, full: bool = False
+    ) -> None:
         snapshot = self._runtime.machine.snapshot
         request_id = GuardedCall(scope, send, self._runtime).request_id
-        body = refusal_body(snapshot, request_id=request_id)
+        body = refusal_body(snapshot, request_id=request_id, full=full)
         headers = {"Retry-After": retry_after(self._runtime)}
         status = HTTPStatus.SERVICE_UNAVAILABLE
         if scope["type"] == "websocket":

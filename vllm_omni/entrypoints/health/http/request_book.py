@@ -15,11 +15,12 @@ from vllm_omni.entrypoints.health.http.call import GuardedCall, current_call
 class RequestBook:
     """Belongs to the API server's loop, as the engine client's own dict does.
 
-    ``on_close`` is called whenever a request of the engine's has ended.
+    ``on_close`` is called whenever a request of the engine's has ended, with its call.
     """
 
-    def __init__(self, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_close: Callable[[GuardedCall | None], None] = lambda _call: None) -> None:
         self._open: dict[str, GuardedCall | None] = {}
+        self._sessions: set[str] = set()
         self._on_close = on_close
 
     def keep(self, engine_client: Any) -> None:
@@ -30,10 +31,15 @@ class RequestBook:
         sessions = getattr(client, "_handles", None)
         if isinstance(sessions, dict):
             # A duplex client's; its requests are the engine's own affair.
-            client._handles = _Table(sessions, self)
+            client._handles = _Table(sessions, self, sessions=True)
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def requests(self) -> int:
+        """How many of what is open are requests: a duplex session may have nothing to do."""
+        return len(self._open) - len(self._sessions)
 
     def call_of(self, request_id: str) -> GuardedCall | None:
         """The call that a request in flight was made for, if it was one."""
@@ -41,31 +47,44 @@ class RequestBook:
 
     def at_work(self, call: GuardedCall) -> bool:
         """Whether the engine still has a request in flight for this call."""
-        return any(self._open.get(request_id) is call for request_id in call.engine_ids)
+        return any(
+            self._open.get(request_id) is call and request_id not in self._sessions
+            for request_id in call.engine_ids
+        )
 
-    def opened(self, request_id: str) -> None:
-        """A request begins, for whoever's context this is."""
+    def opened(self, request_id: str, *, session: bool = False) -> None:
+        """A request, or a duplex session, begins, for whoever's context this is."""
         call = self._open[request_id] = current_call()
         if call is not None:
             call.engine_ids.append(request_id)
+        if session:
+            self._sessions.add(request_id)
 
     def closed(self, request_id: str) -> None:
         """A request has ended."""
-        if request_id in self._open:
-            del self._open[request_id]
-            self._on_close()
+        if request_id not in self._open:
+            return
+        call = self._open.pop(request_id)
+        self._sessions.discard(request_id)
+        if call is not None and call.is_websocket:
+            # It may go on for days, and an answer to look up a failure for never comes.
+            call.engine_ids.remove(request_id)
+        self._on_close(call)
 
 
 class _Table(dict[str, Any]):
     """The engine client's dict, which tells the book."""
 
-    def __init__(self, entries: dict[str, Any], book: RequestBook) -> None:
+    def __init__(
+        self, entries: dict[str, Any], book: RequestBook, *, sessions: bool = False
+    ) -> None:
         super().__init__(entries)
         self._book = book
+        self._sessions = sessions
 
     def __setitem__(self, request_id: str, state: Any) -> None:
         if request_id not in self:
-            self._book.opened(request_id)
+            self._book.opened(request_id, session=self._sessions)
         super().__setitem__(request_id, state)
 
     def __delitem__(self, request_id: str) -> None:

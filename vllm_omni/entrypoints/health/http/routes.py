@@ -45,6 +45,15 @@ _FREE_POSTS = frozenset(
 _WORKING_GETS = frozenset({"/is_sleeping", "/get_world_size", "/weight_info"})
 """They ask the stages, and would wait for ever for one that is gone."""
 
+_CONTROL = re.compile(
+    r"/(?:v1/omni/)?(?:sleep|wake_?up|is_sleeping)"
+    r"|/(?:pause|resume|abort_requests|adapters|collective_rpc|get_world_size|weight_info)"
+    r"|/(?:start|stop)_profile|/scale_elastic_ep|/reset_[a-z]+_cache"
+    r"|/(?:init|start|update|finish)_[a-z_]*(?:weight|weights)[a-z_]*"
+    r"|/v1/responses/[^/]+/cancel|/v1/realtime/sessions/[^/]+/(?:reset|close)"
+)
+"""Routes that need stages and ask them for no work: what operators do, and what ends a request."""
+
 _JOB = re.compile(r"/v1/(?:videos|responses)/(?P<id>[^/]+)(?:/content)?|/v1/videos")
 
 
@@ -57,6 +66,11 @@ def kind_of(method: str, path: str) -> RouteKind:
     if method == "GET" and _JOB.fullmatch(path):
         return RouteKind.JOB
     return RouteKind.FREE
+
+
+def asks_for_work(path: str) -> bool:
+    """Whether a WORK route makes requests of the engine's, which there may be too many of."""
+    return _CONTROL.fullmatch(path) is None
 
 
 def job_id_of(path: str) -> str | None:

@@ -46,6 +46,7 @@ def checked_settings(args: Any) -> HealthSettings:
     _check_deploy_file(args)
     _check_api_server_count(args)
     _check_fault_tolerance(args)
+    _check_queue(args)
     return settings
 
 
@@ -138,6 +139,18 @@ def _check_deploy_file(args: Any) -> None:
     candidates = [Path(name), Path(_DEPLOY_DIR) / name]
     if not any(path.is_file() for path in candidates):
         raise BadInput(f"--deploy-config {name}: no such file (also not in {_DEPLOY_DIR})")
+
+
+def _check_queue(args: Any) -> None:
+    requests = getattr(args, "max_num_queued_reqs", None)
+    if requests is not None and requests < 0:
+        raise BadUsage(f"--max-num-queued-reqs {requests}: must be 0 or more")
+    tokens = getattr(args, "max_num_queued_tokens", None)
+    if tokens is not None:
+        raise BadInput(
+            f"--max-num-queued-tokens {tokens}: nobody counts tokens under --omni, so it would do "
+            "nothing; --max-num-queued-reqs limits requests"
+        )
 
 
 def _check_fault_tolerance(args: Any) -> None:

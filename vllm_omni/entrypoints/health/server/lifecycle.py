@@ -97,6 +97,7 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
         logger.warning("[health] signal %d: no new requests from now on", reasons.signals[0])
         runtime.begin_shutdown()
         runtime.machine.drain()
+        guard.dismiss_sessions()
         if settings.drain_timeout_s > 0:
             idle = asyncio.ensure_future(guard.all_done())
             dead = asyncio.ensure_future(reasons.dead.wait())
@@ -174,7 +175,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     """
     runtime = require()
     client_errors.observe(app)
-    guard = RequestGuard(app, runtime)
+    guard = RequestGuard(app, runtime, max_requests=app.state.args.max_num_queued_reqs)
     guard.book.keep(app.state.engine_client)
     kwargs.setdefault("timeout_graceful_shutdown", _CONNECTIONS_S)
     upstream_serve_http = seams.original("vllm_omni.entrypoints.openai.api_server:serve_http")
