@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_omni.health.memory.reports import FRESH_S, RankReport, StageReport
+from vllm_omni.health.memory.view import StageRow
 from vllm_omni.health.processes.watched import ReplicaKey
 
 from vllm_omni_health.devices.figures import DeviceSample, Nonsense, checked
@@ -18,24 +20,22 @@ Owners = Mapping[int, ReplicaKey | None]
 Latest = Mapping[ReplicaKey, tuple[float, StageReport]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageAccount:
-    """One replica on one device. ``ranks``: pids of those that report it."""
+    """One replica on one device, as it will be shown. ``ranks``: pids of those that report it."""
 
-    key: ReplicaKey
-    device: str
-    used: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    kv_total: int | None = None
-    kv_used: int | None = None
-    age_s: float | None = None
+    row: StageRow
     ranks: frozenset[int] = frozenset()
+
+    @property
+    def key(self) -> ReplicaKey:
+        """Whose it is."""
+        return self.row.stage_id, self.row.replica_id
 
     @property
     def fresh(self) -> bool:
         """Whether its report still counts."""
-        return self.age_s is not None and self.age_s <= FRESH_S
+        return self.row.age_s is not None and self.row.age_s <= FRESH_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,24 @@ def gather(
         if key in live
         for account in _stage_accounts(key, age, report, by_uuid)
     ]
-    stages = [replace(stage, used=_used_by(stage, samples, owners)) for stage in stages]
+    stages = [
+        replace(stage, row=replace(stage.row, used=_used_by(stage, samples, owners)))
+        for stage in stages
+    ]
     for sample in samples:
-        stages += _mute(sample, owners, live, {s.key for s in stages if s.device == sample.device})
+        stages += _mute(
+            sample, owners, live, {s.key for s in stages if s.row.device == sample.device}
+        )
         stages += [
-            StageAccount(key=(stage, 0), device=sample.device, reserved=size, age_s=0.0)
+            StageAccount(_row((stage, 0), sample.device, reserved=size, age_s=0.0))
             for stage, size in (sample.reported or {}).items()
         ]
     devices = [_device_account(sample, stages, owners, live) for sample in samples]
     return Accounts(tuple(devices), tuple(stages))
+
+
+def _row(key: ReplicaKey, device: str, **figures: Any) -> StageRow:
+    return StageRow(stage_id=key[0], replica_id=key[1], device=device, **figures)
 
 
 def _device_name(rank: RankReport, by_uuid: Mapping[str, str]) -> str:
@@ -127,13 +136,15 @@ def _stage_accounts(
         ranks.setdefault(_device_name(rank, by_uuid), []).append(rank)
     return [
         StageAccount(
-            key=key,
-            device=device,
-            allocated=_sum([rank.allocated for rank in there]),
-            reserved=_sum([rank.reserved for rank in there]),
-            kv_total=_times(report.kv_total, len(there)),
-            kv_used=_times(report.kv_used, len(there)),
-            age_s=round(age, 1),
+            _row(
+                key,
+                device,
+                allocated=_sum([rank.allocated for rank in there]),
+                reserved=_sum([rank.reserved for rank in there]),
+                kv_total=_times(report.kv_total, len(there)),
+                kv_used=_times(report.kv_used, len(there)),
+                age_s=round(age, 1),
+            ),
             ranks=frozenset(rank.pid for rank in there),
         )
         for device, there in ranks.items()
@@ -143,7 +154,7 @@ def _stage_accounts(
 def _used_by(stage: StageAccount, samples: Sequence[DeviceSample], owners: Owners) -> int | None:
     """Measured: what the replica's processes hold there."""
     for sample in samples:
-        if sample.device == stage.device and sample.processes is not None:
+        if sample.device == stage.row.device and sample.processes is not None:
             held = [size for pid, size in sample.processes.items() if owners.get(pid) == stage.key]
             return sum(held) if held else None
     return None
@@ -161,9 +172,7 @@ def _mute(
         key = owners.get(pid)
         if key is not None and key in live and key not in reporting and size:
             held[key] = held.get(key, 0) + size
-    return [
-        StageAccount(key=key, device=sample.device, used=size) for key, size in sorted(held.items())
-    ]
+    return [StageAccount(_row(key, sample.device, used=size)) for key, size in sorted(held.items())]
 
 
 def _device_account(
@@ -172,14 +181,14 @@ def _device_account(
     owners: Owners,
     live: frozenset[ReplicaKey],
 ) -> DeviceAccount:
-    here = [stage for stage in stages if stage.device == sample.device]
-    reporting = [stage for stage in here if stage.age_s is not None]
+    here = [stage for stage in stages if stage.row.device == sample.device]
+    reporting = [stage for stage in here if stage.row.age_s is not None]
     service = _service(sample, owners, bool(reporting))
     others = None
     if service is not None and sample.used is not None:
         service = min(service, sample.used)
         others = sample.used - service
-    complete = all(stage.fresh and stage.reserved is not None for stage in here)
+    complete = all(stage.fresh and stage.row.reserved is not None for stage in here)
     if service is None:
         # Nobody can tell whose memory it is, so anybody who is mute may hold some of it.
         complete = complete and live <= {stage.key for stage in reporting}
@@ -187,7 +196,7 @@ def _device_account(
         sample=sample,
         service=service,
         others=others,
-        reported=_sum([stage.reserved for stage in here]) if complete and here else None,
+        reported=_sum([stage.row.reserved for stage in here]) if complete and here else None,
         actual=service if service is not None else sample.used,
         reporters=frozenset().union(*(stage.ranks for stage in here)),
         in_use=bool(here) or bool(service) or sample.device == HOST,

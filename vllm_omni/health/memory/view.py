@@ -23,7 +23,7 @@ class Discrepancy:
 
     @classmethod
     def of(cls, gap: Gap | None) -> Discrepancy | None:
-        """None for none: something it needs is unknown."""
+        """The gap in whole bytes; None when there is no gap to show, as a figure is unknown."""
         if gap is None:
             return None
         return cls(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from vllm_omni.health.faults.fault import Fault, FaultKind, MemoryFigures, Severity
 from vllm_omni.health.memory.account import (
@@ -254,24 +254,15 @@ class MemoryWatch:
 
     def _stage_row(self, account: StageAccount, now: float, started: bool) -> StageRow:
         comparable = started and account.fresh
-        return StageRow(
-            stage_id=account.key[0],
-            replica_id=account.key[1],
-            device=account.device,
-            used=account.used,
-            allocated=account.allocated,
-            reserved=account.reserved,
-            kv_total=account.kv_total,
-            kv_used=account.kv_used,
-            age_s=account.age_s,
-            discrepancy=self._compare(
-                (account.device, account.key),
-                now,
-                account.used if comparable else None,
-                account.reserved,
-                account.ranks,
-            ),
+        row = account.row
+        gap = self._compare(
+            (row.device, account.key),
+            now,
+            row.used if comparable else None,
+            row.reserved,
+            account.ranks,
         )
+        return replace(row, discrepancy=gap)
 
 
 def pressure_fault(account: DeviceAccount) -> Fault:
