@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,10 @@ from bench.report import Results, as_data, as_markdown, missed, sections, show
 from bench.servers import LoadClient, Progress, pair
 from vllm_omni_health.drills.server import Server, ServerNotReady
 
-DEPLOYMENTS = {1: "ar-1", 2: "ar-2"}
-_MEMORY_BYTES = 14 * 2**30
-"""What two servers of two stages need."""
+DEPLOYMENTS = {1: "ar-1", 2: "ar-2", 3: "ar-3"}
+_SERVER_BYTES = 2**30
+_STAGE_BYTES = 3 * 2**30
+"""What a server needs, and each of its stages; two servers run at a time."""
 
 
 async def run(plan: Plan, chosen: Sequence[int], progress: Progress) -> Results:
@@ -33,7 +35,7 @@ async def run(plan: Plan, chosen: Sequence[int], progress: Progress) -> Results:
             for stages in chosen:
                 for turn in range(plan.faults):
                     async with pair(DEPLOYMENTS[stages], Path(folder), progress) as servers:
-                        if turn == 0:
+                        if turn == 0 and not plan.faults_only:
                             results.idles.append(await idle(servers, stages, plan, progress))
                             results.cells += await throughput(
                                 servers, client, stages, plan, progress
@@ -63,6 +65,13 @@ def shown_progress(console: Console) -> Iterator[Progress]:
     yield note
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -74,12 +83,18 @@ def arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="fewer and shorter rounds, one kill each"
     )
     parser.add_argument(
+        "--faults-only", action="store_true", help="no load and no idling, only the kills"
+    )
+    parser.add_argument(
+        "--kills", type=_positive, metavar="N", help="engine cores to kill for each row"
+    )
+    parser.add_argument(
         "--stages",
         type=int,
         nargs="+",
         choices=DEPLOYMENTS,
-        default=list(DEPLOYMENTS),
-        help="measure deployments with this many stages only",
+        default=[1, 2],
+        help="measure deployments with this many stages (default: 1 2)",
     )
     parser.add_argument(
         "--out",
@@ -101,13 +116,16 @@ def main() -> int:
     quiet = args.json or args.markdown
     console = Console(stderr=quiet, width=None if sys.stdout.isatty() else 130)
     available = psutil.virtual_memory().available
-    if available < _MEMORY_BYTES:
+    needed = 2 * (_SERVER_BYTES + max(args.stages) * _STAGE_BYTES)
+    if available < needed:
         console.print(
-            f"bench: {available / 2**30:.0f} GiB of memory are free, two servers need "
-            f"{_MEMORY_BYTES / 2**30:.0f}"
+            f"bench: {available / 2**30:.0f} GiB of memory are free, two servers of "
+            f"{max(args.stages)} stage(s) need {needed / 2**30:.0f}"
         )
         return 1
-    plan = QUICK if args.quick else FULL
+    plan = replace(QUICK if args.quick else FULL, faults_only=args.faults_only)
+    if args.kills is not None:
+        plan = replace(plan, faults=args.kills)
     began = time.monotonic()
     try:
         with shown_progress(console) as progress:
@@ -119,7 +137,8 @@ def main() -> int:
         return 130
     report = sections(results)
     data, markdown = as_data(results, report), as_markdown(results, report)
-    name = f"{results.date:%Y-%m-%d}{'-quick' if args.quick else ''}"
+    kind = "-faults" if args.faults_only else "-quick" if args.quick else ""
+    name = f"{results.date:%Y-%m-%d}{kind}"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     (args.out / f"{name}.md").write_text(markdown)

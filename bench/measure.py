@@ -42,6 +42,8 @@ class Plan:
     idle_s: float
     faults: int
     """Engine cores to kill for each deployment and variant."""
+    faults_only: bool = False
+    """Whether nothing else is measured."""
 
 
 FULL = Plan(rounds=8, round_s=8.0, idle_s=20.0, faults=3)
@@ -162,17 +164,17 @@ async def idle(servers: Pair, stages: int, plan: Plan, progress: Progress) -> Id
 async def faults(
     servers: Pair, client: LoadClient, stages: int, turn: int, progress: Progress
 ) -> list[Fault]:
-    """Kill the last stage's engine core of both, one after the other.
+    """Kill an engine core of both, one after the other: the last stage's, of three the middle's.
 
-    The last one, because requests in the stages before it are the ones that are easily
-    forgotten.
+    Requests in the stages before it are the ones that are easily forgotten.
     """
+    hit = stages // 2
     found = []
     for variant in Variant if turn % 2 == 0 else reversed(Variant):
         progress(f"{stages} stage(s): killing an engine core of {variant}, {IN_FLIGHT} in flight")
         server = servers[variant]
         server.tree.refresh()
-        (target,) = server.tree.find(Role.ENGINE_CORE, stages - 1)
+        (target,) = server.tree.find(Role.ENGINE_CORE, hit)
         with alone(servers, variant):
             figures = await client.carry_out(
                 "strike",
@@ -187,7 +189,7 @@ async def faults(
             raise InvalidMeasurement(
                 f"only {figures['in_flight']} requests were in flight at the kill"
             )
-        found.append(Fault(stages, stages - 1, variant, figures))
+        found.append(Fault(stages, hit, variant, figures))
     return found
 
 

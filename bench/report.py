@@ -63,7 +63,7 @@ class Section:
 def sections(results: Results) -> list[Section]:
     """The whole report."""
     plan = results.plan
-    return [
+    report = [
         Section(
             "Throughput and latency",
             [row for cell in results.cells for row in _cell_rows(cell)],
@@ -77,13 +77,14 @@ def sections(results: Results) -> list[Section]:
             f"CPU time over {plan.idle_s:g} s, in percent of a core, both at the same time.",
         ),
         Section(
-            "Engine core of the last stage killed",
+            "Engine core killed",
             list(_fault_rows(results.faults)),
-            f"{IN_FLIGHT} requests in flight, spread over the stages; /health polled every "
-            f"{POLL_S * 1000:g} ms; worst and, in brackets, median of "
+            f"The last stage's, of three the middle one's; {IN_FLIGHT} requests in flight, spread "
+            f"over the stages; /health polled every {POLL_S * 1000:g} ms; worst and, in brackets, median of "
             f"{plan.faults} kill(s) each.",
         ),
     ]
+    return [section for section in report if section.rows]
 
 
 def missed(report: Sequence[Section]) -> list[Row]:
