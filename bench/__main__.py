@@ -66,10 +66,9 @@ def shown_progress(console: Console) -> Iterator[Progress]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def arguments() -> argparse.Namespace:

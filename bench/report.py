@@ -80,8 +80,8 @@ def sections(results: Results) -> list[Section]:
             "Engine core killed",
             list(_fault_rows(results.faults)),
             f"The last stage's, of three the middle one's; {IN_FLIGHT} requests in flight, spread "
-            f"over the stages; /health polled every {POLL_S * 1000:g} ms; worst and, in brackets, median of "
-            f"{plan.faults} kill(s) each.",
+            f"over the stages; /health polled every {POLL_S * 1000:g} ms; worst and, in "
+            f"brackets, median of {plan.faults} kill(s) each.",
         ),
     ]
     return [section for section in report if section.rows]
