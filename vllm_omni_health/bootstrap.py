@@ -26,14 +26,14 @@ _PR_SET_PDEATHSIG = 1
 _upstream_get_preparation_data = spawn.get_preparation_data
 
 
-def set_death_signal(signum: int = signal.SIGKILL) -> None:
+def set_death_signal(sig: int = signal.SIGKILL) -> None:
     """Have the kernel send this process SIGKILL when the thread that spawned it ends.
 
     Also takes the place of upstream's function of this name, which asks for SIGTERM: a stage
     process that is busy, or still importing, answers that after seconds. The argument is
     accepted and ignored.
     """
-    del signum
+    del sig
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

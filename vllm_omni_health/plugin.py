@@ -23,6 +23,9 @@ def _starting_omni_server() -> bool:
     if multiprocessing.parent_process() is not None:
         # A child has its parent's command line. What it needs it gets with its target.
         return False
+    if any(word == "-h" or word.partition("=")[0] == "--help" for word in sys.argv[1:]):
+        # Help needs nothing of ours, and is given whatever is wrong.
+        return False
     return "--omni" in sys.argv and "serve" in sys.argv[1:3]
 
 
@@ -38,11 +41,11 @@ def check_environment() -> None:
     # Before the imports open files that would take the numbers of streams that are missing.
     open_standard_streams()
     from vllm_omni_health.settings import sources
-    from vllm_omni_health.upstream import UpstreamError, check_version
+    from vllm_omni_health.upstream import UpstreamError, check_versions
 
     try:
         if sources.enabled():
-            check_version()
+            check_versions()
             sources.check_environ()
     except (UpstreamError, sources.SettingsError) as exc:
         _give_up(exc)
@@ -68,7 +71,7 @@ def register() -> None:
         return
     try:
         seams.install_command()
-    except seams.UpstreamError as exc:
+    except seams.SeamError as exc:
         _give_up(exc)
 
 

@@ -1,27 +1,35 @@
-"""Which vllm-omni the layer goes with. Asked of its metadata, without importing it."""
+"""Which releases of upstream the layer goes with. Asked of their metadata, without an import."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
-SUPPORTED = ("0.30",)
-"""Release series of vllm-omni that the layer was run with."""
+RELEASES = {"vllm-omni": "0.30", "vllm": "0.30"}
+"""Release series that the layer was run with."""
 
 
 class UpstreamError(Exception):
     """Upstream is not as the layer needs it; the text is one line for a person."""
 
 
-def check_version() -> str:
-    """The version that is installed. Raises UpstreamError where it is none that fits."""
-    try:
-        version = importlib.metadata.version("vllm-omni")
-    except importlib.metadata.PackageNotFoundError:
-        raise UpstreamError("vllm-omni is not installed") from None
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise UpstreamError(
-            f"vllm-omni {version} is not supported by this health layer, which knows "
-            f"{', '.join(s + '.x' for s in SUPPORTED)}; install a version that fits, or set "
-            "VLLM_OMNI_HEALTH=off to run without the layer"
-        )
-    return version
+def check_versions() -> str:
+    """The versions that are installed, in words. Raises UpstreamError where one does not fit."""
+    found = {}
+    for name, series in RELEASES.items():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise UpstreamError(unfit(name, "it is not installed")) from None
+        if found[name].split(".")[:2] != series.split("."):
+            problem = "the version is not supported"
+            raise UpstreamError(unfit(f"{name} {found[name]}", problem)) from None
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def unfit(found: str, problem: str) -> str:
+    """The line that says what of upstream was found, what is wrong, and what would fit."""
+    known = " and ".join(f"{name} {series}.x" for name, series in RELEASES.items())
+    return (
+        f"{found} does not fit this health layer, which knows {known}: {problem}; install a "
+        "version that fits, or set VLLM_OMNI_HEALTH=off to run without the layer"
+    )

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
-from vllm_omni.engine.health.diffusion.client import diffusion_ping
+from vllm_omni.engine.health.diffusion.client import ping_of
 from vllm_omni.engine.health.failed_messages import NotingQueue, failure_of_one
 from vllm_omni.engine.health.off_loop import call_soon, in_thread
 from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue
@@ -26,11 +26,12 @@ from vllm_omni.engine.health.output_readers import OutputReadersMixin
 from vllm_omni.engine.health.remote import RemoteWatch
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
 from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.loops import BEAT_S
-from vllm_omni.health.liveness.pings import PING, LivenessMonitor, Ping
+from vllm_omni.health.liveness.pings import LivenessMonitor
 from vllm_omni.health.memory.preflight import when_ready
 from vllm_omni.health.runtime import HealthRuntime, require
 from vllm_omni.health.state.causes import ORCHESTRATOR_ENDED
@@ -97,7 +98,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
                 self._announced[key] = client
                 self._evicted.discard(key)
                 self._health.supervisor.replica_ready(stage_id, replica_id)
-                ping = _ping_of(client)
+                ping = ping_of(client)
                 if ping is not None:
                     receive = partial(self._health.memory.receive, key)
                     self._liveness.watch(stage_id, replica_id, ping, on_answer=receive)
@@ -364,7 +365,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         self._liveness.forget(stage_id, replica_id)
         # Tells upstream's own monitor threads that what they see now is wanted.
         if hasattr(client, "_shutting_down"):
-            client._shutting_down = True
+            seams.assign(client, _shutting_down=True)
         if lost:
             # Not before the reason has settled: its processes may be stating it right now.
             await asyncio.sleep(self._health.settings.settle_s)
@@ -387,12 +388,6 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             logger.exception("[health] closing stage %d replica %d failed", stage_id, replica_id)
         finally:
             supervisor.kill_replica(stage_id, replica_id)
-
-
-def _ping_of(client: Any) -> Ping | None:
-    """How the replica behind a client is asked whether it is alive."""
-    call_utility = getattr(client, "call_utility_async", None)
-    return diffusion_ping(client) if call_utility is None else partial(call_utility, PING)
 
 
 class HealthOrchestrator(HealthOrchestratorMixin, Orchestrator):

@@ -87,13 +87,13 @@ def _note_end(runtime: HealthRuntime) -> None:
         runtime.machine.arise(ORCHESTRATOR_ENDED, fault)
 
 
-async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:
+async def get_output_blocking_async(engine: Any, timeout: float = 1.0) -> Any:
     """Replaces the engine's wait for the next message; None when there was none in time.
 
     Raises RuntimeError when the orchestrator's thread has ended and nothing is left to read.
     """
     bell = require().output_bell
-    messages = self.output_queue.sync_q
+    messages = engine.output_queue.sync_q
     bell.taken += 1
     if bell.taken % _TURN == 0:
         await asyncio.sleep(0)
@@ -104,7 +104,7 @@ async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:
         bell.expect()
         with contextlib.suppress(queue.Empty):
             return messages.get_nowait()
-        if self.is_alive():
+        if engine.is_alive():
             await bell.listen(timeout)
         with contextlib.suppress(queue.Empty):
             return messages.get_nowait()
@@ -112,7 +112,7 @@ async def get_output_blocking_async(self: Any, timeout: float = 1.0) -> Any:
         # The server is shutting down. Not a busy loop meanwhile.
         await asyncio.sleep(timeout)
         return None
-    if not self.is_alive():
+    if not engine.is_alive():
         _note_end(require())
         raise RuntimeError("the orchestrator's thread has ended")
     return None

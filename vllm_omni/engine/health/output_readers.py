@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import zmq
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.diffusion.data import is_diffusion_request_started_output
+from vllm_omni.health import seams
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _told_of_output(client: Any) -> Iterator[asyncio.Event]:
     descriptor tells of changes only, so that whoever is told must read until nothing is left.
     """
     told = asyncio.Event()
-    client._output_queue = _RingingQueue(told.set, client._output_queue)
+    seams.assign(client, _output_queue=_RingingQueue(told.set, client._output_queue))
     socket = getattr(client, "_response_socket", None)
     if socket is None:
         yield told

@@ -9,6 +9,7 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+from vllm_omni.health import seams
 
 logger = init_logger(__name__)
 
@@ -34,7 +35,7 @@ class CpuSDPABackend(SDPABackend):
         return CpuSDPAImpl
 
 
-def _send_outputs(worker: WorkerProc) -> None:
+def send_outputs(worker: WorkerProc) -> None:
     """Send finished outputs from the worker's output thread until told to stop.
 
     The counterpart of the loop that copies from the device on a stream of its own. On CPU
@@ -45,20 +46,12 @@ def _send_outputs(worker: WorkerProc) -> None:
         message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id)
         try:
             pack_diffusion_output_shm(output)
-            message.output = output
+            seams.assign(message, output=output)
         except Exception:
             logger.exception("packing diffusion output %s failed", output_id)
-            message.error = "packing the output into shared memory failed"
+            seams.assign(message, error="packing the output into shared memory failed")
         worker._enqueue_result(message)
         with worker._async_output_done:
-            worker._async_output_pending = max(0, worker._async_output_pending - 1)
+            left = max(0, worker._async_output_pending - 1)
+            seams.assign(worker, _async_output_pending=left)
             worker._async_output_done.notify_all()
-
-
-def prepare() -> None:
-    """Make diffusion workers of this process fit for CPU; may be called again.
-
-    The worker process's class is chosen by upstream's executor and cannot be given, so its
-    output loop is replaced where it is defined.
-    """
-    WorkerProc._async_output_loop = _send_outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm_omni.health import seams
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 # Devices are a way to place stages, not hardware: replicas of one stage want an id each,
@@ -34,9 +35,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def get_diffusion_worker_cls(cls) -> str:
         # Asked for by every process that is about to run a diffusion worker, and by no
         # other: the one place to prepare diffusion for a device without streams.
-        from vllm_omni.platforms.cpu.diffusion import prepare
-
-        prepare()
+        seams.install_cpu_diffusion()
         return super().get_diffusion_worker_cls()
 
     @classmethod

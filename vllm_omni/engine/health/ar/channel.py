@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault, FaultDecodeError
 from vllm_omni.health.runtime import current
 
@@ -96,26 +97,11 @@ def _receiver(client: Any) -> Callable[[str], None]:
     return receive
 
 
-class _UtilityResultsSlot:
-    """Data descriptor for the clients' ``utility_results``.
-
-    vLLM's base class assigns a plain dict there and its reader keeps a reference to it, so the
-    table must be ours from the first assignment on.
-    """
-
-    def __get__(self, client: Any, owner: type | None = None) -> Any:
-        if client is None:
-            return self
-        try:
-            return client.__dict__["utility_results"]
-        except KeyError:
-            raise AttributeError("utility_results") from None
-
-    def __set__(self, client: Any, value: dict[int, Any]) -> None:
-        table = UtilityResults(_receiver(client))
-        table.update(value)
-        client.__dict__["utility_results"] = table
+def _table(client: Any, calls: dict[int, Any]) -> UtilityResults:
+    table = UtilityResults(_receiver(client))
+    table.update(calls)
+    return table
 
 
-utility_results = _UtilityResultsSlot()
-"""What the seam puts on the stage client's class."""
+utility_results = seams.Slot("utility_results", _table)
+"""What the seam puts on the stage client's class, where vLLM's base class assigns a plain dict."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault, FaultError
 
 
@@ -70,23 +71,13 @@ class _ResponseQueues(list[Any]):
         super().append(_TypedResponses(queue))
 
 
-class _ResponseQueuesSlot:
-    """Data descriptor for the executor's ``response_mqs``, which upstream assigns a list to."""
-
-    def __get__(self, executor: Any, owner: type | None = None) -> Any:
-        if executor is None:
-            return self
-        try:
-            return executor.__dict__["response_mqs"]
-        except KeyError:
-            raise AttributeError("response_mqs") from None
-
-    def __set__(self, executor: Any, queues: list[Any]) -> None:
-        typed = _ResponseQueues()
-        for queue in queues:
-            typed.append(queue)
-        executor.__dict__["response_mqs"] = typed
+def _typed(executor: Any, queues: list[Any]) -> _ResponseQueues:
+    del executor
+    typed = _ResponseQueues()
+    for queue in queues:
+        typed.append(queue)
+    return typed
 
 
-response_mqs = _ResponseQueuesSlot()
-"""What the seam puts on the multiprocessing executor's class."""
+response_mqs = seams.Slot("response_mqs", _typed)
+"""What the seam puts on the multiprocessing executor's class, which assigns a list there."""

@@ -58,18 +58,24 @@ def never_block(client: Any) -> None:
     Its sends raise where they would wait, aborts for a replica that is gone are dropped, and
     the fatal-error message of the replica has a receiver.
     """
-    client._decoder = _FaultDecoder(client._decoder, client)
     # The replica has said that it is ready and connects right now. A send that cannot be taken
     # later on means that it is gone.
     client._request_socket.poll(_CONNECT_MS, zmq.POLLOUT)
-    client._request_socket = _NeverBlocking(client._request_socket)
-    client.abort_requests_async = functools.partial(
-        _abort, client.stage_id, client.abort_requests_async
+    seams.assign(
+        client,
+        _decoder=_FaultDecoder(client._decoder, client),
+        _request_socket=_NeverBlocking(client._request_socket),
+        abort_requests_async=functools.partial(
+            _abort, client.stage_id, client.abort_requests_async
+        ),
     )
 
 
-def diffusion_ping(client: Any) -> Ping | None:
-    """The ping of a diffusion replica, inline or in a process of its own; None for others."""
+def ping_of(client: Any) -> Ping | None:
+    """How the replica behind a client, of whatever kind, is asked whether it is alive."""
+    call_utility = getattr(client, "call_utility_async", None)
+    if call_utility is not None:
+        return functools.partial(call_utility, PING)
     if isinstance(client, InlineStageDiffusionClient):
         return functools.partial(_ask_inline, client)
     if isinstance(client, StageDiffusionClient):

@@ -118,10 +118,12 @@ class HealthEngineMixin:
         executor = self.executor
         # Shadowed on the instance: an executor's own methods go through these as well, and the
         # executor's class is for the deployment to choose.
-        executor.collective_rpc = functools.partial(self._call_workers, executor.collective_rpc)
+        call = functools.partial(self._call_workers, executor.collective_rpc)
+        seams.assign(executor, collective_rpc=call)
         dequeue = getattr(executor, "_dequeue_one_with_failure_polling", None)
         if dequeue is not None:
-            executor._dequeue_one_with_failure_polling = functools.partial(_dequeue, dequeue)
+            raising = functools.partial(_dequeue, dequeue)
+            seams.assign(executor, _dequeue_one_with_failure_polling=raising)
         self._workers = tuple(getattr(executor, "_processes", ()))
         # Only an executor without worker processes has one; theirs watch their steps themselves.
         watch_steps(getattr(executor, "driver_worker", None))
@@ -307,7 +309,7 @@ class HealthEngineMixin:
         thread.join(_CLOSE_S)
         if thread.is_alive() and self._workers:
             # Upstream's own watch on its workers is not to take this for a fault.
-            self.executor._closed = True
+            seams.assign(self.executor, _closed=True)
             self._kill_workers()
             # Fails the call that the loop waits for.
             self.executor.shutdown()

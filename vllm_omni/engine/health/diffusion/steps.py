@@ -13,13 +13,12 @@ from typing import Any
 
 from vllm_omni.engine.health.ar.envelope import FaultText, WorkerError
 from vllm_omni.engine.health.diffusion.faults import RefusalText
+from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
 
 _SWALLOWED = ("prepare_encode", "step_scheduler", "post_decode", "forward")
 """Methods of a pipeline whose exceptions the model runner makes texts of. ``forward`` is for
 requests that cannot be executed step by step."""
-
-_MARK = "_health_typed_failures"
 
 
 def type_failures(worker: Any, as_envelope: Callable[[Exception], WorkerError]) -> None:
@@ -31,29 +30,31 @@ def type_failures(worker: Any, as_envelope: Callable[[Exception], WorkerError]) 
     runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
     pipeline = getattr(runner, "pipeline", None)
     stepwise = getattr(getattr(runner, "od_config", None), "step_execution", False)
-    if pipeline is None or not stepwise or getattr(pipeline, _MARK, False):
+    if pipeline is None or not stepwise:
         return
-    shadow = vars(pipeline)
-    shadow[_MARK] = True
     for name in _SWALLOWED:
         method = getattr(pipeline, name, None)
-        if method is not None:
-            shadow[name] = _typed(method, as_envelope)
+        if method is not None and not isinstance(method, _Typed):
+            seams.assign(pipeline, **{name: _Typed(method, as_envelope)})
 
 
-def _typed(
-    method: Callable[..., Any], as_envelope: Callable[[Exception], WorkerError]
-) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def typed(*args: Any, **kwargs: Any) -> Any:
+class _Typed:
+    """A method of a pipeline that raises its exceptions in envelopes."""
+
+    def __init__(
+        self, method: Callable[..., Any], as_envelope: Callable[[Exception], WorkerError]
+    ) -> None:
+        functools.update_wrapper(self, method)
+        self._method = method
+        self._as_envelope = as_envelope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            return self._method(*args, **kwargs)
         except WorkerError:
             raise
         except Exception as exc:
-            raise as_envelope(exc) from exc
-
-    return typed
+            raise self._as_envelope(exc) from exc
 
 
 def open_envelopes(output: Any) -> Fault | None:
@@ -65,7 +66,7 @@ def open_envelopes(output: Any) -> Fault | None:
     for result in _results(output):
         text = result.error
         if isinstance(text, RefusalText):
-            result.error_status_code, result.error_type = text.status_code, text.error_type
+            seams.assign(result, error_status_code=text.status_code, error_type=text.error_type)
         elif isinstance(text, FaultText) and text.fault.fatal:
             fatal = fatal or text.fault
     return fatal

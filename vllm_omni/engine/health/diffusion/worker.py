@@ -143,14 +143,14 @@ class HealthDiffusionWorkerProc(WorkerProc):
                 raise self._typed(exc) from exc
 
         # Every call of a method comes through here, before upstream makes text of what is raised.
-        wrapper.execute_method = execute_method
+        seams.assign(wrapper, execute_method=execute_method)
         return wrapper
 
     def _enqueue_result(self, msg: Any) -> None:
         exc = sys.exception()
         if isinstance(msg, AsyncDiffusionOutput) and type(msg.error) is str and exc is not None:
             # Not an envelope yet: of the output thread, which says no more than that it failed.
-            msg.error = self._typed(exc).text
+            seams.assign(msg, error=self._typed(exc).text)
         super()._enqueue_result(msg)
 
     def _typed(self, exc: BaseException) -> Any:

@@ -16,6 +16,7 @@ from fastapi.dependencies.utils import solve_dependencies
 from starlette.responses import Response
 from vllm_omni.engine.health.admission import UNFIT, refusal_of, unfit
 from vllm_omni.entrypoints.health.http.call import GuardedCall, current_call
+from vllm_omni.health import seams
 from vllm_omni.health.faults.refusals import Refusal
 
 _MISREAD = (LookupError, AttributeError, AssertionError, ArithmeticError)
@@ -38,7 +39,7 @@ def observe(app: Any) -> None:
         if handler is not None:
             app.add_exception_handler(kind, _telling(handler))
     # A library of upstream's has built it already, with the handlers that there were.
-    app.middleware_stack = app.build_middleware_stack()
+    seams.assign(app, middleware_stack=app.build_middleware_stack())
 
 
 def _telling(handler: Handler) -> Handler:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.entrypoints.health.http.call import GuardedCall, current_call
+from vllm_omni.health import seams
 
 
 class RequestBook:
@@ -27,11 +28,11 @@ class RequestBook:
         """Follow this client's requests. Before there are any."""
         # Upstream puts an adapter around the client of a pure diffusion model.
         client = getattr(engine_client, "_wrapped", engine_client)
-        client.request_states = _Table(client.request_states, self)
+        seams.assign(client, request_states=_Table(client.request_states, self))
         sessions = getattr(client, "_handles", None)
         if isinstance(sessions, dict):
             # A duplex client's; its requests are the engine's own affair.
-            client._handles = _Table(sessions, self, sessions=True)
+            seams.assign(client, _handles=_Table(sessions, self, sessions=True))
 
     def __len__(self) -> int:
         return len(self._open)

@@ -168,7 +168,7 @@ async def _stop_engine(engine_client: Any, runtime: HealthRuntime) -> None:
         logger.error("[health] killed stage processes that were left: %s", killed)
 
 
-async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, None]:
+async def serve_http(app: Any, sock: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, None]:
     """Replaces the name that upstream's API server serves its application with.
 
     Returns, as upstream's does, an awaitable with nothing left to do.
@@ -181,7 +181,8 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
     upstream_serve_http = seams.original("vllm_omni.entrypoints.openai.api_server:serve_http")
     async with _beating(app, runtime), asyncio.TaskGroup() as group:
         serving = group.create_task(
-            _serve(partial(upstream_serve_http, guard, sock, **kwargs)), name="health-serve-http"
+            _serve(partial(upstream_serve_http, guard, sock, *args, **kwargs)),
+            name="health-serve-http",
         )
         # Up to its first wait upstream installs signal handlers, which ours then replace.
         await asyncio.sleep(0)
@@ -193,7 +194,7 @@ async def serve_http(app: Any, sock: Any, **kwargs: Any) -> Coroutine[Any, Any, 
                 ending.cancel()
             else:
                 await _stop_engine(app.state.engine_client, runtime)
-                app.state.server.should_exit = True
+                seams.assign(app.state.server, should_exit=True)
                 await serving
     if runtime.thread_stuck():
         # What upstream does from here on waits for that thread, as does the interpreter's end.
