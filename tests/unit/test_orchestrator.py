@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fake_stages import WAIT_S, Client, DiffusionClient, Service, fault, until
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm_omni.engine.health import orchestrator as health_orchestrator
+from vllm_omni.engine.health import closing
 from vllm_omni.engine.messages import ErrorMessage, StageSubmissionMessage
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, FaultKind
@@ -124,7 +124,7 @@ def test_a_request_that_arrives_after_the_sweep_is_failed_too():
 
 
 def test_a_client_that_blocks_in_shutdown_holds_up_neither_the_loop_nor_the_end(monkeypatch):
-    monkeypatch.setattr(health_orchestrator, "_CLIENT_CLOSE_S", 0.2)
+    monkeypatch.setattr(closing, "_CLIENT_CLOSE_S", 0.2)
     release = threading.Event()
     stuck, other = Client(release.wait), Client()
     try:

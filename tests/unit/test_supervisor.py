@@ -252,7 +252,7 @@ def test_one_of_two_replicas_lost_is_degraded_and_its_processes_can_be_killed_al
     server.supervisor.kill_replica(0, 0)
     assert server.stages[1].process.poll() is None
     server.supervisor.kill_all()
-    assert server.supervisor.leftovers() == []
+    assert server.supervisor.replica(0, 0).alive() == []
     assert server.machine.snapshot.state is State.DEGRADED
 
 

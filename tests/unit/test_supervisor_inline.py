@@ -92,12 +92,12 @@ def test_the_same_fault_whole_and_cut_is_one(server):
 
 @pytest.mark.parametrize("end", ["kill_replica", "kill_all"])
 def test_ending_it_ends_the_worker_alone(server, end):
-    assert server.supervisor.leftovers() == [server.worker.pid]
+    assert server.supervisor.replica(0, 0).alive() == [server.worker.pid]
     if end == "kill_all":
         assert server.supervisor.kill_all() == [server.worker.pid]
     else:
         server.supervisor.replica_closing(0, 0)
         server.supervisor.kill_replica(0, 0)
         assert server.worker.wait(WAIT_S) == -signal.SIGKILL
-    assert server.supervisor.leftovers() == []
+    assert server.supervisor.replica(0, 0).alive() == []
     assert server.machine.snapshot.state is State.HEALTHY

@@ -18,18 +18,17 @@ from functools import partial
 from typing import Any
 
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
+from vllm_omni.engine.health.closing import ReplicaCloser
 from vllm_omni.engine.health.diffusion.client import ping_of
 from vllm_omni.engine.health.failed_messages import NotingQueue, failure_of_one
-from vllm_omni.engine.health.off_loop import call_soon, in_thread
+from vllm_omni.engine.health.off_loop import call_soon
 from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue
 from vllm_omni.engine.health.output_readers import OutputReadersMixin
 from vllm_omni.engine.health.remote import RemoteWatch
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
-from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
-from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.loops import BEAT_S
 from vllm_omni.health.liveness.pings import LivenessMonitor
 from vllm_omni.health.memory.preflight import when_ready
@@ -41,10 +40,6 @@ logger = logging.getLogger(__name__)
 
 _ENTERING = ("add_request", "streaming_update", "add_companion_request")
 """The messages that bring a request to its first stage."""
-
-_CLIENT_CLOSE_S = 10.0
-"""Bound for one stage client's own shutdown; after it the replica's process group is killed.
-Upstream allows its processes 5 s after SIGTERM before it kills them itself."""
 
 
 class HealthOrchestratorMixin(OutputReadersMixin):
@@ -66,15 +61,14 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         super().__init__(request_async_queue, output, *args, **kwargs)  # type: ignore[call-arg]
         self._wake = asyncio.Event()
         self._evicted: set[tuple[int, int]] = set()
-        self._closers: set[asyncio.Task[None]] = set()
         self._failed_all = False
-        self._evidence: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._liveness = LivenessMonitor(
             self._health.machine,
             self._health.settings.hang_timeout_s,
             on_hang=self._hangs,
             replicas=self._health.supervisor.replica,
         )
+        self._closer = ReplicaCloser(self._health)
         self._remote = RemoteWatch(
             self.stage_pools,
             self._health.settings.remote_timeout_s,
@@ -113,6 +107,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         self._health.orchestrator_beat.start(loop)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as self._tasks:
+            self._closer.tasks = self._tasks
             try:
                 await super().run()  # type: ignore[misc]
             except Exception as exc:
@@ -268,15 +263,21 @@ class HealthOrchestratorMixin(OutputReadersMixin):
             await self._close_stages()
 
     def _hangs(self, fault: Fault) -> None:
-        """A replica hangs. Where its threads are is asked before its processes are killed."""
-        assert fault.stage_id is not None
-        assert fault.replica_id is not None
-        key = (fault.stage_id, fault.replica_id)
-        replica = self._health.supervisor.replica(*key)
         self._health.supervisor.report(fault)
-        if replica is not None:
-            name = f"health-stacks-stage{key[0]}-replica{key[1]}"
-            self._evidence[key] = in_thread(partial(stacks.log_replica, replica), name)
+        self._closer.ask_for_stacks(fault)
+
+    async def _close_stages(self) -> None:
+        """Close every stage client that is left, all at once, and wait for all of them."""
+        for stage_id, pool in enumerate(self.stage_pools):
+            for replica_id in pool.live_replica_ids():
+                client = pool.clients[replica_id]
+                pool.clients[replica_id] = None
+                self._close(client, stage_id, replica_id, lost=False)
+        await self._closer.all_closed()
+
+    def _close(self, client: Any, stage_id: int, replica_id: int, *, lost: bool) -> None:
+        self._liveness.forget(stage_id, replica_id)
+        self._closer.close(client, stage_id, replica_id, lost=lost)
 
     def _is_lost(self, stage_id: int, replica_id: int) -> bool:
         return self._health.machine.replica_state(stage_id, replica_id) is ReplicaState.LOST
@@ -300,7 +301,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         self._remove_stage_replica_waiting(stage_id, replica_id)
         released = pool.release_replica_bindings(replica_id)
         bound = [request_id for request_id in released if request_id in self.request_states]
-        self._own(self._close_client(client, stage_id, replica_id, lost=True))
+        self._close(client, stage_id, replica_id, lost=True)
         await self._fail_requests(bound, stage_id)
 
     async def _fail_requests(self, request_ids: list[str], stage_id: int | None) -> None:
@@ -335,59 +336,6 @@ class HealthOrchestratorMixin(OutputReadersMixin):
                 stage_id=fault.stage_id if fault.stage_id is not None else stage_id,
             )
         )
-
-    # ---- closing -----------------------------------------------------------------------------
-
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks.create_task(work, name="health-close-client")
-        self._closers.add(task)
-        task.add_done_callback(self._closers.discard)
-
-    async def _close_stages(self) -> None:
-        """Close every stage client that is left, all at once, and wait for all of them."""
-        for stage_id, pool in enumerate(self.stage_pools):
-            for replica_id in pool.live_replica_ids():
-                client = pool.clients[replica_id]
-                pool.clients[replica_id] = None
-                self._own(self._close_client(client, stage_id, replica_id, lost=False))
-        if self._closers:
-            await asyncio.wait(set(self._closers))
-
-    async def _close_client(
-        self, client: Any, stage_id: int, replica_id: int, *, lost: bool
-    ) -> None:
-        """Shut one stage client down off the loop, bounded; end its processes if it cannot.
-
-        ``lost``: the replica is not trusted any more, and its process group is killed.
-        """
-        supervisor = self._health.supervisor
-        supervisor.replica_closing(stage_id, replica_id)
-        self._liveness.forget(stage_id, replica_id)
-        # Tells upstream's own monitor threads that what they see now is wanted.
-        if hasattr(client, "_shutting_down"):
-            seams.assign(client, _shutting_down=True)
-        if lost:
-            # Not before the reason has settled: its processes may be stating it right now.
-            await asyncio.sleep(self._health.settings.settle_s)
-            evidence = self._evidence.pop((stage_id, replica_id), None)
-            if evidence is not None:
-                await asyncio.wait({evidence}, timeout=2 * stacks.TAKE_S)
-            supervisor.kill_replica(stage_id, replica_id)
-        done = in_thread(client.shutdown, f"close-stage{stage_id}-replica{replica_id}")
-        try:
-            async with asyncio.timeout(_CLIENT_CLOSE_S):
-                await done
-        except TimeoutError:
-            logger.error(
-                "[health] stage %d replica %d did not close within %.0f s; killing it",
-                stage_id,
-                replica_id,
-                _CLIENT_CLOSE_S,
-            )
-        except Exception:
-            logger.exception("[health] closing stage %d replica %d failed", stage_id, replica_id)
-        finally:
-            supervisor.kill_replica(stage_id, replica_id)
 
 
 class HealthOrchestrator(HealthOrchestratorMixin, Orchestrator):

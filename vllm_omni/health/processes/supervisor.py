@@ -247,10 +247,6 @@ class Supervisor:
         self.all_closing()
         return end_all(self._all(), wait_s)
 
-    def leftovers(self) -> list[int]:
-        """Pids of stage processes that are still alive."""
-        return [pid for replica in self._all() for pid in replica.alive()]
-
     def _all(self) -> list[Replica]:
         with self._lock:
             return list(self._replicas.values())
