@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import sys
@@ -13,16 +14,20 @@ def open_standard_streams() -> None:
     """Give this process the standard streams that it was started without, as daemons may be.
 
     Else the next file that is opened takes their place, here or in a child process, and
-    libraries that print fail.
+    libraries that print fail. A shell leaves the script that it reads in such a place.
     """
-    for descriptor in range(3):
+    for descriptor, useless in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:
-            os.fstat(descriptor)
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != useless:
+                continue
         except OSError:
-            # The lowest free number is given, and that is this one.
-            os.open(os.devnull, os.O_RDWR)
-            # Child processes are to have it as well.
-            os.set_inheritable(descriptor, True)
+            pass
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+            os.close(null)
+        # Child processes are to have it as well.
+        os.set_inheritable(descriptor, True)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:

@@ -11,10 +11,9 @@ import logging
 import multiprocessing
 import os
 import sys
-from pathlib import Path
-from typing import NoReturn
 
 from vllm_omni_health.console import complain, open_standard_streams
+from vllm_omni_health.refusal import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def check_environment() -> None:
             check_versions()
             sources.check_environ()
     except (UpstreamError, sources.SettingsError) as exc:
-        _give_up(exc)
+        refuse(exc)
 
 
 def register() -> None:
@@ -72,17 +71,7 @@ def register() -> None:
     try:
         seams.install_command()
     except seams.SeamError as exc:
-        _give_up(exc)
-
-
-def _give_up(why: Exception) -> NoReturn:
-    from vllm_omni_health.exit_line import line_without_fault, write_line
-    from vllm_omni_health.settings.model import variable
-
-    complain(why)
-    log = os.environ.get(variable("termination_log"))
-    write_line(line_without_fault(1), Path(log) if log else None, None)
-    raise SystemExit(1)
+        refuse(exc)
 
 
 def register_omni() -> None:

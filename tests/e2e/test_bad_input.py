@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,11 +33,15 @@ class Result:
     status: int | None
     stderr: str
     left: list[str]
+    noted: int | None
+    """The status in the termination log; None where there is none."""
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
     other_version = tmp_path_factory.mktemp("other-version")
+    deploy = tmp_path_factory.mktemp("deploy") / "deploy.yaml"
+    deploy.write_text("pipeline: tiny_ar_1\nstages:\n  - stage_id: 0\n    max_num_sqs: 4\n")
     info = other_version / "vllm_omni-0.31.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.31.0\n")
@@ -67,6 +72,24 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                     *("--deploy-config", "no-such-file.yaml"),
                 ],
                 ("no-such-file.yaml",),
+            ),
+            "typo-in-deploy-file": Case(
+                [str(VLLM), "serve", str(MODEL), "--omni", "--deploy-config", str(deploy)],
+                (str(deploy), "line 4: stage 0: max_num_sqs", "max_num_seqs"),
+            ),
+            "override-of-no-stage": Case(
+                [*serve, "--stage-overrides", '{"1": {"max_num_seqs": 4}}'],
+                ("--stage-overrides", "stage 1", "tiny_ar_1 has 0"),
+            ),
+            "no-such-model": Case(
+                [str(VLLM), "serve", "/no/such/model", "--omni"],
+                ("/no/such/model", "no such file or folder"),
+            ),
+            "options-that-exclude-each-other": Case(
+                [*serve, "--lora-backend", "distill"], ("--lora-path",), status=2
+            ),
+            "overrides-that-are-no-json": Case(
+                [*serve, "--stage-overrides", '{"0": {'], ("--stage-overrides",), status=2
             ),
             "port-in-use": Case([*serve, "--port", port], (port, "in use")),
             "termination-log-in-no-folder": Case(
@@ -104,9 +127,11 @@ def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
 
         async def attempt(name: str, case: Case) -> Result:
             folder = tmp_path_factory.mktemp(name)
+            log = folder / "termination.log"
+            env = {"VLLM_OMNI_HEALTH_TERMINATION_LOG": str(log)} | case.env
             async with (
                 turn,
-                running(case.command, url="http://-", folder=folder, env=case.env) as s,
+                running(case.command, url="http://-", folder=folder, env=env) as s,
             ):
                 ending = await s.wait_end(_GUARD_S)
                 left = await s.wait_processes_gone(5)
@@ -114,6 +139,7 @@ def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
                     None if ending is None else ending.status,
                     s.stderr,
                     [member.describe() for member in left],
+                    json.loads(log.read_text())["exit_status"] if log.exists() else None,
                 )
 
         async with asyncio.TaskGroup() as group:
@@ -131,6 +157,10 @@ def results(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
         "wrong-switch",
         "unsupported-upstream",
         "missing-deploy-file",
+        "typo-in-deploy-file",
+        "override-of-no-stage",
+        "no-such-model",
+        "options-that-exclude-each-other",
         "port-in-use",
         "termination-log-in-no-folder",
         "sockets-in-no-folder",
@@ -146,9 +176,13 @@ def test_is_told_in_one_line(cases: dict[str, Case], results: dict[str, Result],
         assert word in ours[0]
     assert "Traceback" not in result.stderr
     assert result.left == []
+    # Where the log is what is wrong, nothing can be in it.
+    assert result.noted == (None if name == "termination-log-in-no-folder" else case.status)
 
 
-@pytest.mark.parametrize("name", ["unknown-option", "unknown-deployment"])
+@pytest.mark.parametrize(
+    "name", ["unknown-option", "overrides-that-are-no-json", "unknown-deployment"]
+)
 def test_usage_is_status_2(cases: dict[str, Case], results: dict[str, Result], name: str) -> None:
     case, result = cases[name], results[name]
     assert result.status == case.status, result.stderr

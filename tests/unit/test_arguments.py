@@ -84,11 +84,6 @@ def test_a_host_that_nobody_knows() -> None:
     checked(host=None)
 
 
-def test_an_empty_deploy_file() -> None:
-    with pytest.raises(BadInput, match="--deploy-config : no such file"):
-        checked(deploy_config="")
-
-
 def test_a_pipe_without_a_reader_may_be_the_termination_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,16 @@ from vllm_omni.health.seams.uses_stages import (
 
 _COMMAND = (
     Seam(
-        "vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd",
-        "vllm_omni.entrypoints.health.server.serve:serve",
-        why="settings and checks before anything starts, and the exit status of the process",
-        signature="(args)",
+        "vllm_omni.entrypoints.cli.serve:OmniServeCommand.validate",
+        "vllm_omni.entrypoints.health.server.serve:validate",
+        why="our command takes the place of upstream's; what is wrong is told in one line",
+        signature="(self, args)",
+    ),
+    Seam(
+        "vllm_omni.utils.tracking_parser:TrackingArgumentParser.error",
+        "vllm_omni.entrypoints.health.server.serve:error",
+        why="a command line that makes no sense is in the termination log",
+        signature="(self, message)",
     ),
 )
 

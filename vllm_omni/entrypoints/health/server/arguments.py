@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 from vllm_omni.health.faults.plugins import from_plugins
@@ -43,7 +42,6 @@ def checked_settings(args: Any) -> HealthSettings:
     _check_termination_log(settings)
     _check_port(args)
     _check_host(args)
-    _check_deploy_file(args)
     _check_api_server_count(args)
     _check_fault_tolerance(args)
     _check_queue(args)
@@ -128,17 +126,6 @@ def _check_host(args: Any) -> None:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
         raise BadInput(f"--host {host}: cannot be resolved: {exc}") from None
-
-
-def _check_deploy_file(args: Any) -> None:
-    name = getattr(args, "deploy_config", None)
-    if name is None:
-        return
-    from vllm_omni.config.stage_config import _DEPLOY_DIR
-
-    candidates = [Path(name), Path(_DEPLOY_DIR) / name]
-    if not any(path.is_file() for path in candidates):
-        raise BadInput(f"--deploy-config {name}: no such file (also not in {_DEPLOY_DIR})")
 
 
 def _check_queue(args: Any) -> None:

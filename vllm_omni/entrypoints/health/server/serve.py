@@ -10,12 +10,11 @@ import logging
 import os
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
-from vllm_omni.entrypoints.health.server import signals
-from vllm_omni.entrypoints.health.server.arguments import BadInput, checked_settings
+from vllm_omni.entrypoints.health.server import deployment, signals
+from vllm_omni.entrypoints.health.server.arguments import BadInput, BadUsage, checked_settings
 from vllm_omni.entrypoints.health.server.exit import (
     end_now,
     leave,
@@ -27,36 +26,33 @@ from vllm_omni.entrypoints.health.server.systemd import ServiceManager
 from vllm_omni.health import __version__, seams
 from vllm_omni.health.faults import table as fault_table
 from vllm_omni.health.faults.classify import fault_from_exception, walk
-from vllm_omni.health.faults.exit_line import write_reason
 from vllm_omni.health.memory.preflight import PreflightError, before_start
 from vllm_omni.health.runtime import HealthRuntime, set_current
 from vllm_omni.health.state.causes import FAILED_START
 from vllm_omni.health.state.machine import State
 
 from vllm_omni_health.console import complain
-from vllm_omni_health.settings.model import variable
+from vllm_omni_health.exit_line import line_without_fault, write_line
+from vllm_omni_health.refusal import note_refusal, refuse
 from vllm_omni_health.settings.sources import SettingsError
+from vllm_omni_health.text import one_line
 from vllm_omni_health.upstream import UpstreamError
 
 logger = logging.getLogger(__name__)
 
 
 def serve(args: Any) -> NoReturn:
-    """Replaces upstream's ``serve`` command. Always ends by SystemExit."""
+    """Takes the place of upstream's ``serve`` command. Always ends by SystemExit."""
     try:
         settings = checked_settings(args)
+        deployment.check(args)
         # Child processes have no command line of ours.
         os.environ.update(settings.to_environ())
         fault_table.use(fault_table.table_with(settings.fault_classes))
         seams.install_server()
         make_socket_folder()
     except (SettingsError, UpstreamError, BadInput) as exc:
-        complain(exc)
-        status = getattr(exc, "exit_status", START_FAILED)
-        # The settings may be what is wrong, so their file is looked for where it is usually set.
-        log = os.environ.get(variable("termination_log"))
-        write_reason(None, status, Path(log) if log else None, None)
-        raise SystemExit(status) from None
+        refuse(exc, getattr(exc, "exit_status", START_FAILED))
     _set_upstream_switches()
     signals.start_resource_tracker()
     # The orchestrator's thread makes a loop of its own; the API server's is uvloop's already.
@@ -70,7 +66,7 @@ def serve(args: Any) -> NoReturn:
     except PreflightError as exc:
         complain(exc)
         remove_socket_folder()
-        write_reason(None, START_FAILED, settings.termination_log, None)
+        write_line(line_without_fault(START_FAILED), settings.termination_log, None)
         raise SystemExit(START_FAILED) from None
     set_current(runtime)
     runtime.end_by_force = partial(end_now, runtime)
@@ -84,6 +80,29 @@ def serve(args: Any) -> NoReturn:
     raise SystemExit(status)
 
 
+def validate(self: Any, args: Any) -> None:
+    """Replaces upstream's look at the options, which ends in a traceback for what it refuses.
+
+    It is the last thing that upstream does before it calls the command.
+    """
+    original = seams.original("vllm_omni.entrypoints.cli.serve:OmniServeCommand.validate")
+    try:
+        deployment.check_model(args)
+        original(self, args)
+        args.dispatch_function = serve
+    except BadInput as exc:
+        refuse(exc, exc.exit_status)
+    except ValueError as exc:
+        refuse(one_line(str(exc)), BadUsage.exit_status)
+
+
+def error(self: Any, message: str) -> NoReturn:
+    """Replaces what the argument parser does with an option that makes no sense."""
+    note_refusal(BadUsage.exit_status)
+    seams.original("vllm_omni.utils.tracking_parser:TrackingArgumentParser.error")(self, message)
+    raise SystemExit(BadUsage.exit_status)  # never: the original ends the process
+
+
 def _serve_headless(args: Any) -> NoReturn:
     """A host with stages alone: its server is elsewhere, and with it the health state."""
     signals.hang_up_as_sigterm()
@@ -95,7 +114,9 @@ def _serve_headless(args: Any) -> NoReturn:
 
 
 def _original_command() -> Any:
-    return seams.original("vllm_omni.entrypoints.cli.serve:OmniServeCommand.cmd")
+    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+
+    return OmniServeCommand.cmd
 
 
 def _run(args: Any, runtime: HealthRuntime) -> int:
@@ -126,11 +147,14 @@ def _failed(exc: BaseException, args: Any, runtime: HealthRuntime) -> int:
         complain(f"cannot listen on {where}: the address is in use; choose another --port")
         runtime.machine.arise(FAILED_START, fault_from_exception(exc, role="server"))
         return START_FAILED
-    wrong = (SettingsError, PreflightError)
-    settings_error = next((found for found in walk(exc) if isinstance(found, wrong)), None)
-    if settings_error is not None:
+    wrong = (SettingsError, PreflightError, BadInput)
+    told: object = next((found for found in walk(exc) if isinstance(found, wrong)), None)
+    if told is None and state is State.STARTING and not runtime.machine.snapshot.stages:
+        # Before there was a stage, upstream was busy with what it is to serve.
+        told = deployment.explain(exc, args)
+    if told is not None:
         # Not known before upstream has resolved the deployment, or started its stages.
-        complain(settings_error)
+        complain(told)
         runtime.machine.arise(FAILED_START, fault_from_exception(exc, role="server"))
         return START_FAILED
     traceback.print_exception(exc)
