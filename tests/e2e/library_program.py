@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from vllm import SamplingParams
+from vllm.plugins import load_general_plugins
 from vllm_omni.entrypoints.health.library import FaultError, install
 
 SLOW = "One more. <|fault:slow@0|>"
@@ -32,6 +33,8 @@ async def ask(omni, prompt: str, tokens: int) -> str:
 
 
 async def main(model: str, deploy: str) -> None:
+    # The tiny models', before a deployment of them is looked up.
+    load_general_plugins()
     health = install(hang_timeout_s=60)
     found: dict[str, object] = {"threads": []}
     states = [health.snapshot.state.value]

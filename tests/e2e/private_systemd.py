@@ -57,6 +57,7 @@ def booted() -> Iterator[Systemd | None]:
     if os.geteuid() != 0 or not SYSTEMD.exists():
         yield None
         return
+    before = _control_groups()
     process = subprocess.Popen(
         [*NAMESPACES, "sh", "-c", BOOT], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -66,6 +67,34 @@ def booted() -> Iterator[Systemd | None]:
         # With unshare its child ends, and with pid 1 everything in the namespace.
         process.kill()
         process.wait()
+        _remove(_control_groups() - before)
+
+
+def _control_groups() -> set[Path]:
+    """Those right below this process's own and the roots, where the manager makes its own."""
+    found: set[Path] = set()
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for mount in {controllers.removeprefix("name="), "unified", "."}:
+            root = Path("/sys/fs/cgroup") / mount
+            for parent in (root, root / path.lstrip("/")):
+                if (parent / "cgroup.procs").exists():
+                    found |= {entry for entry in parent.iterdir() if entry.is_dir()}
+    return found
+
+
+def _remove(groups: set[Path]) -> None:
+    deadline = time.monotonic() + BOOT_S
+    for group in groups:
+        # Processes that were killed take a moment to leave.
+        while time.monotonic() < deadline:
+            try:
+                for folder, _, _ in os.walk(group, topdown=False):
+                    Path(folder).rmdir()
+            except OSError:
+                time.sleep(0.2)
+            else:
+                break
 
 
 def _when_up(process: subprocess.Popen[bytes]) -> Systemd | None:

@@ -25,9 +25,9 @@ LIKE_SERVE = {
 
 
 @pytest.mark.slow
-def test_a_program_that_uses_the_engine_itself(tmp_path: Path) -> None:
+def test_a_program_that_uses_the_engine_itself(short_folder: Path) -> None:
     deploy = ROOT / "examples" / "cpu" / "deploy" / "ar-1.yaml"
-    environment = {**os.environ, **LIKE_SERVE, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, **LIKE_SERVE, "TMPDIR": str(short_folder)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(MODEL), str(deploy)],
@@ -49,6 +49,6 @@ def test_a_program_that_uses_the_engine_itself(tmp_path: Path) -> None:
     assert "no_such_setting" in found["refused"]
     left = [command for command in found["children"] if "resource_tracker" not in command]
     assert left == []
-    assert list(tmp_path.glob("vllm-omni-*")) == []
+    assert list(short_folder.glob("vllm-omni-*")) == []
     assert done.returncode == 0, done.stderr[-4000:]
     assert "destroy_process_group() was not called" not in done.stdout + done.stderr
