@@ -107,10 +107,13 @@ def image_requests(stages: tuple[int, ...]) -> list[Request]:
     return [ImageRequest.slow(len(stages) - 1, steps=6) for _ in range(2)]
 
 
+TIMES = int(os.environ.get("DRILL_TIMES", "10"))
+"""How often a drill whose order is left to chance is repeated."""
+
 EVERYBODY = [
     pytest.param("ar-2", (1, 1), signal.SIGTERM, 1, id="two stages"),
-    pytest.param("ar-2", (1, 1), signal.SIGTERM, 10, id="often", marks=pytest.mark.slow),
-    pytest.param("diffusion-mp", (1,), signal.SIGTERM, 10, id="worker", marks=pytest.mark.slow),
+    pytest.param("ar-2", (1, 1), signal.SIGTERM, TIMES, id="often", marks=pytest.mark.slow),
+    pytest.param("diffusion-mp", (1,), signal.SIGTERM, TIMES, id="worker", marks=pytest.mark.slow),
     pytest.param(
         "diffusion-replicas", (2,), signal.SIGTERM, 1, id="replicas", marks=pytest.mark.slow
     ),
@@ -192,8 +195,21 @@ def test_a_killed_server_takes_every_process_with_it(serve, moment) -> None:
     assert asyncio.run(scenario()) == []
 
 
+@pytest.mark.parametrize(
+    ("signum", "everybody"),
+    [
+        pytest.param(signal.SIGTERM, False, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM to all", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, True, id="terminal closed", marks=pytest.mark.slow),
+    ],
+)
 def test_told_to_stop_while_it_starts(
-    serve, termination_log: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+    serve,
+    termination_log: Path,
+    short_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signum: signal.Signals,
+    everybody: bool,
 ) -> None:
     sockets = short_folder
 
@@ -205,16 +221,19 @@ def test_told_to_stop_while_it_starts(
                     await asyncio.sleep(0.05)
                 while len(server.tree.refresh()) < 2:
                     await asyncio.sleep(0.05)
-            server.send(signal.SIGTERM)
+            if everybody:
+                signal_all(server, signum)
+            else:
+                server.send(signum)
             return server, *await end(server)
 
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(sockets))
     server, ending, left = asyncio.run(scenario())
     assert ending is not None
-    assert (ending.status, left) == (128 + signal.SIGTERM, []), server.tail()
-    assert json.loads(termination_log.read_text())["exit_status"] == 128 + signal.SIGTERM
+    assert (ending.status, left) == (128 + signum, []), server.tail()
+    assert json.loads(termination_log.read_text())["exit_status"] == 128 + signum
     assert list(sockets.iterdir()) == []
-    assert "told to stop by SIGTERM while starting" in server.stderr
+    assert f"told to stop by {signum.name} while starting" in server.stderr
 
 
 def children_of(pid: int) -> list[int]:
