@@ -105,6 +105,8 @@ def test_what_is_long_is_cut():
     with hanging(work) as process:
         text = stacks.take(process, in_two_s())
     assert 1000 < len(text) <= stacks._LONGEST
+    # The main thread is the one that matters most.
+    assert "in test_what_is_long_is_cut" in text
 
 
 def test_a_stopped_process_is_described_by_the_kernel():

@@ -79,7 +79,7 @@ def log_own() -> None:
     try:
         with open(os.memfd_create(_NAME), "rb") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-            text = os.pread(file.fileno(), _LONGEST, 0).decode(errors="replace")
+            text = _end_of(file.fileno())
         logger.error("[health] this server (pid %d):\n%s", os.getpid(), text)
     except Exception:
         logger.exception("[health] the server's own stacks could not be had")
@@ -114,8 +114,14 @@ def _offered(identity: ProcessIdentity, deadline: float) -> str:
             time.sleep(_LOOK_S)
             if (found := os.fstat(fd).st_size) != size:
                 size, grown_at = found, now
-        return os.pread(fd, _LONGEST, before).decode(errors="replace")
+        return _end_of(fd, before)
     return ""
+
+
+def _end_of(fd: int, start: int = 0) -> str:
+    """What is in a file from ``start`` on, or the end of it: the main thread comes last."""
+    start = max(start, os.fstat(fd).st_size - _LONGEST)
+    return os.pread(fd, _LONGEST, start).decode(errors="replace")
 
 
 def _find(pid: int) -> Path | None:
