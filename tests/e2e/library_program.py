@@ -38,7 +38,7 @@ async def main(model: str, deploy: str) -> None:
     health = install(hang_timeout_s=60)
     found: dict[str, object] = {"threads": []}
     states = [health.snapshot.state.value]
-    health.observe(lambda _move: states.append(health.snapshot.state.value))
+    health.observe(lambda move: states.append(move.to_state.value))
     environment = dict(os.environ)
     async with health.engine(model=model, deploy_config=deploy) as omni:
         found["first"] = await ask(omni, "Hello.", 2)

@@ -30,14 +30,14 @@ class _Poison:
         lock.acquire()
 
 
-def _deadlock_output_thread(_signum, _frame):
-    import gc
-
-    from vllm.v1.engine.core import EngineCoreProc
-
-    for found in gc.get_objects():
-        if issubclass(type(found), EngineCoreProc):
-            found.output_queue.put_nowait((0, _Poison()))
+def _deadlock_output_thread(_signum, frame):
+    # On the main thread, which runs the busy loop.
+    while frame is not None:
+        queue = getattr(frame.f_locals.get("self"), "output_queue", None)
+        if queue is not None:
+            queue.put_nowait((0, _Poison()))
+            return
+        frame = frame.f_back
 
 
 if os.environ.get("BLOCKER_DEADLOCK"):

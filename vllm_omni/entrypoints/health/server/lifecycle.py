@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.health.server.exit import (
     state_reason,
 )
 from vllm_omni.health import seams
+from vllm_omni.health.liveness import stacks
 from vllm_omni.health.runtime import HealthRuntime, require
 from vllm_omni.health.state.machine import State
 
@@ -163,6 +164,7 @@ async def _stop_engine(engine_client: Any, runtime: HealthRuntime) -> None:
             "[health] the engine did not close in time (shutdown_timeout_s=%g)",
             runtime.settings.shutdown_timeout_s,
         )
+        threading.Thread(target=stacks.log_own, name="health-own-stacks", daemon=True).start()
     killed = runtime.supervisor.kill_all()
     if killed:
         logger.error("[health] killed stage processes that were left: %s", killed)
