@@ -107,6 +107,12 @@ _SERVER = (
         signature="(self, plan, stage_init_timeout)",
     ),
     Seam(
+        "vllm_omni.distributed.omni_coordinator.runtime:run_omni_coordinator_proc",
+        "vllm_omni.engine.health.coordinator:run_coordinator",
+        why="the coordinator of stages on other hosts ends with its server, and not before it",
+        signature="(router_zmq_addr, pub_zmq_addr, heartbeat_timeout, ready_pipe)",
+    ),
+    Seam(
         "vllm_omni.diffusion.stage_diffusion_proc:get_mp_context",
         "vllm_omni.engine.health.diffusion.start:get_mp_context",
         why="diffusion processes start through our target, with a last-words pipe and a watch",
