@@ -30,6 +30,7 @@ ALL = (
 
 OUR_OBJECTS = {
     "self._health.output_bell",
+    "self._closer.tasks",
     "runtime.end_by_force",
     "bell.taken",
     "call.asks_for_job",

@@ -85,6 +85,7 @@ USED_BY_ORCHESTRATOR = (
         stage_type
         """,
         seen_as=(
+            f"{_ENGINE}.closing: client",
             f"{_ENGINE}.orchestrator: client",
             f"{_ENGINE}.output_readers: client",
             f"{_ENGINE}.ar.channel: client",
