@@ -16,6 +16,8 @@ import httpx
 import numpy as np
 import uvicorn
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.speech_to_text.transcription.serving import OpenAIServingTranscription
+from vllm.entrypoints.speech_to_text.translation.serving import OpenAIServingTranslation
 from vllm_omni.engine.health.admission import refusing
 from vllm_omni.engine.health.failed_messages import note
 from vllm_omni.engine.messages import ErrorMessage
@@ -34,7 +36,7 @@ from vllm_omni.utils.tracking_parser import TrackingArgumentParser
 from vllm_omni_health.settings.model import HealthSettings
 
 
-def build_app(tasks=("generate",)):
+def build_app(tasks=("generate", "transcription")):
     """The application as upstream's server composes it, with every optional router."""
     args = make_arg_parser(TrackingArgumentParser()).parse_args(["--model", "tiny"])
     with _environment(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True"):
@@ -92,7 +94,7 @@ class FakeEngine:
         self.unfit = None
         """What upstream's preparation of every request raises from now on."""
 
-    async def generate(self, prompt=None, *_, request_id="", **__):
+    async def generate(self, prompt=None, sampling_params=None, request_id="", **__):
         internal = f"{request_id}-{uuid4().hex[:8]}"
         queue = asyncio.Queue()
         self.request_states[internal] = SimpleNamespace(queue=queue, external_request_id=request_id)
@@ -188,6 +190,49 @@ class AudioGenerate(OmniOpenAIServingAudioGenerate):
         return None
 
 
+class SpeechToText:
+    """What vLLM's transcriptions and translations need of a model and of the audio."""
+
+    model_cls = SimpleNamespace(no_space_languages=frozenset(), post_process_output=str)
+    streaming_post_processor_cls = object
+
+    def __init__(self, engine, task):
+        self.engine_client = engine
+        self.task_type = task
+        self.models = SimpleNamespace(model_name=lambda *_: "tiny")
+        self.model_config = SimpleNamespace(max_model_len=64)
+        self.asr_config = SimpleNamespace(max_audio_clip_s=30)
+        self.default_sampling_params = {}
+        self.request_logger = None
+        self.enable_force_include_usage = False
+
+    async def _check_model(self, _request):
+        return None
+
+    def _preflight(self):
+        pass
+
+    def _maybe_get_adapters(self, _request):
+        return None
+
+    async def _preprocess_speech_to_text(self, **_):
+        return [{"prompt_token_ids": [1]}], 1.0, [0.0]
+
+    def _log_inputs(self, *_, **__):
+        pass
+
+    async def _get_trace_headers(self, _headers):
+        return None
+
+
+class Transcription(SpeechToText, OpenAIServingTranscription):
+    pass
+
+
+class Translation(SpeechToText, OpenAIServingTranslation):
+    pass
+
+
 class Realtime:
     """What a realtime connection asks of its serving object."""
 
@@ -228,6 +273,8 @@ class Service:
         state.openai_serving_models = models
         state.openai_serving_speech = Speech(engine)
         state.openai_serving_audio_generate = AudioGenerate(engine)
+        state.openai_serving_transcription = Transcription(engine, "transcribe")
+        state.openai_serving_translation = Translation(engine, "translate")
         state.openai_streaming_speech = OmniStreamingSpeechHandler(state.openai_serving_speech)
         state.openai_serving_video = OmniOpenAIServingVideo(engine, "tiny", [])
         state.openai_serving_realtime = Realtime(engine)

