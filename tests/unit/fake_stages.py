@@ -75,6 +75,8 @@ class Service:
     runs on that loop.
     """
 
+    make_orchestrator = HealthOrchestrator
+
     def __init__(self, *stages, **settings):
         self.stages = stages
         self.runtime = HealthRuntime(HealthSettings(**{"settle_s": 0.05, **settings}))
@@ -97,7 +99,7 @@ class Service:
             self.loop = asyncio.get_running_loop()
             self.requests, self.outputs, self.rpcs = janus.Queue(), janus.Queue(), janus.Queue()
             self.pools = [StagePool(i, list(clients)) for i, clients in enumerate(self.stages)]
-            self.orchestrator = HealthOrchestrator(
+            self.orchestrator = self.make_orchestrator(
                 self.requests.async_q,
                 self.outputs.async_q,
                 self.rpcs.async_q,
