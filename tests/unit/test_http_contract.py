@@ -7,6 +7,10 @@ answers it: each makes an answer in its own way, and all must come out as the co
 import asyncio
 import contextlib
 import json
+import os
+import struct
+from socket import SO_LINGER, SOL_SOCKET
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -436,6 +440,47 @@ def test_a_duplex_session_is_at_work_while_it_says_something(app):
             # The session itself outlives its connection, with nothing to do.
             assert len(service.guard.book) == 1
             await asyncio.wait_for(service.guard.all_done(), 5)
+
+    run(scenario)
+
+
+async def rude(service, number):
+    """One of several ways to begin a realtime session and not to behave."""
+    socket = await connect(service, "/v1/realtime")
+    await socket.recv()
+    if number % 4 == 0:
+        raw = socket.transport.get_extra_info("socket")
+        raw.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+        socket.transport.abort()
+        return
+    with contextlib.suppress(websockets.ConnectionClosed):
+        await socket.send(("{", b"\xff", "x" * 20_000_000)[number % 4 - 1])
+        await socket.recv()
+    await socket.close()
+
+
+def test_rude_clients_leave_nothing_behind(app):
+    async def scenario():
+        async with serving(app) as service:
+            path, request = PLAIN["transcription"]
+            call = asyncio.create_task(service.client.post(path, **request))
+            await service.engine.until_in_flight()
+            await rude(service, 0)
+            await asyncio.sleep(0.2)
+            tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+            for number in range(50):
+                await rude(service, number)
+            while service.guard.in_flight > 1:
+                await asyncio.sleep(0.01)
+            assert len(service.guard.book) == 1
+            for state in service.engine.request_states.values():
+                state.queue.put_nowait(SimpleNamespace(outputs=[SimpleNamespace(text="a boat")]))
+            service.engine.finish()
+            answer = await call
+            assert (answer.status_code, answer.json()["text"]) == (200, "a boat")
+            while len(asyncio.all_tasks()) > tasks or len(os.listdir("/proc/self/fd")) > files:
+                await asyncio.sleep(0.01)
+            assert (len(service.guard.book), service.guard.in_flight) == (0, 0)
 
     run(scenario)
 
