@@ -38,6 +38,7 @@ OUR_OBJECTS = {
     "call.refused",
     # The command line's namespace, of which options that are ours are taken out.
     "args.additional_config",
+    "args.dispatch_function",
     "args.shutdown_timeout",
 }
 """What of others' attributes is set elsewhere than in the seams, and is not upstream's."""
