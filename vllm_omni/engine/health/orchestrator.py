@@ -49,6 +49,7 @@ class HealthOrchestratorMixin(OutputReadersMixin):
     request_states: dict[str, Any]
     output_async_queue: Any
     _cfg_tracker: Any
+    _membership: Any
     _remove_stage_replica_waiting: Callable[[int, int], None]
     _cleanup_request_ids: Callable[..., Coroutine[Any, Any, Any]]
 
@@ -246,6 +247,10 @@ class HealthOrchestratorMixin(OutputReadersMixin):
         finally:
             shutdown.cancel()
             self._liveness.close()
+            if self._membership is not None:
+                # Upstream tells its watch on other hosts to end once all tasks have ended, of
+                # which that is one.
+                self._membership._shutdown_event.set()
 
     async def _align(self) -> None:
         """Bring pools and requests in line with the machine; does nothing twice."""

@@ -29,6 +29,7 @@ USED_BY_ORCHESTRATOR = (
             src_replica_id, is_streaming_session, is_final_update)
         async _handle_dead_replica(self, stage_id, replica_id, error)
         async _handle_processed_outputs(self, stage_id, replica_id, outputs)
+        _membership
         _orch_monitor
         async _orchestration_loop_event_driven(self)
         async _process_llm_stage_outputs(self, stage_id, replica_id, raw_outputs,
@@ -43,6 +44,13 @@ USED_BY_ORCHESTRATOR = (
         stage_pools
         """,
         subclass=f"{_ENGINE}.orchestrator:HealthOrchestrator",
+    ),
+    Use(
+        ("vllm_omni.engine.membership_controller:MembershipController",),
+        """
+        _shutdown_event
+        """,
+        seen_as=(f"{_ENGINE}.orchestrator: self._membership",),
     ),
     Use(
         ("vllm_omni.engine.stage_pool:StagePool",),
