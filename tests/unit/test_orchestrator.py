@@ -15,7 +15,10 @@ import psutil
 import pytest
 from fake_stages import WAIT_S, Client, DiffusionClient, Service, fault, until
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm_omni.distributed.omni_coordinator import RandomBalancer
 from vllm_omni.engine.health import closing
+from vllm_omni.engine.health.orchestrator import HealthOrchestrator
+from vllm_omni.engine.membership_controller import MembershipController
 from vllm_omni.engine.messages import ErrorMessage, StageSubmissionMessage
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.fault import REQUEST_SENTENCE, FaultKind
@@ -366,3 +369,19 @@ def test_replicas_that_register_later_are_known_and_one_that_comes_back_heals():
         until(lambda: service.machine.snapshot.state is State.HEALTHY)
         service.runtime.supervisor.report(fault(replica_id=0, kind=FaultKind.ENGINE))
         until(lambda: service.pools[0].clients[0] is None)
+
+
+class Distributed(Service):
+    """With upstream's watch on stages of other hosts, of which there are none."""
+
+    def make_orchestrator(self, *args, **kwargs):
+        membership = MembershipController(
+            self.pools, "tcp://127.0.0.1:9", RandomBalancer, lambda *_: None
+        )
+        return HealthOrchestrator(*args, membership_controller=membership, **kwargs)
+
+
+def test_the_watch_on_other_hosts_does_not_hold_up_the_end():
+    with Distributed([Client()]) as service:
+        # Asserts that the loop has ended.
+        service.stop()
