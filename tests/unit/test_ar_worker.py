@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
-from vllm_omni.engine.health.ar.core import HealthStageEngineCoreProc
-from vllm_omni.engine.health.ar.envelope import FaultText
+from vllm_omni.engine.health.ar.process import HealthStageEngineCoreProc
 from vllm_omni.engine.health.ar.worker import HealthWorkerProc
+from vllm_omni.engine.health.envelope import FaultText
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.processes.last_words import LastWordsReader, LastWordsWriter, speak_through
 

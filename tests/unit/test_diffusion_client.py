@@ -10,8 +10,8 @@ from vllm_omni.distributed.omni_connectors.utils.serialization import (
     OmniMsgpackDecoder,
     OmniMsgpackEncoder,
 )
-from vllm_omni.engine.health.diffusion import client as diffusion_client
-from vllm_omni.engine.health.diffusion.client import fault_message, never_block
+from vllm_omni.engine.health.diffusion import channel as diffusion_client
+from vllm_omni.engine.health.diffusion.channel import fault_message, never_block
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.runtime import HealthRuntime, set_current
 

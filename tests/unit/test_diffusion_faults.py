@@ -8,16 +8,15 @@ import torch
 from vllm_omni.diffusion.data import DiffusionRequestAbortedError
 from vllm_omni.engine.health.diffusion.faults import (
     WorkerError,
-    as_fatal,
     envelope,
     fault_of,
     host_fault_of,
     raise_envelope,
     refusal,
-    worker_lost,
 )
 from vllm_omni.errors import GuardrailViolationError, OmniClientError
 from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
+from vllm_omni.health.processes.watched import worker_lost
 
 
 def raised(exc, cause=None):
@@ -87,7 +86,7 @@ def test_before_admission_only_what_the_table_names_is_fatal():
 
 
 def test_in_the_engine_itself_everything_is_fatal():
-    fault = as_fatal(fault_of(ValueError("the scheduler lost a request")))
+    fault = fault_of(ValueError("the scheduler lost a request")).as_fatal()
     assert (fault.kind, fault.fatal) == (FaultKind.ENGINE, True)
 
 
@@ -147,9 +146,9 @@ class Process:
 
 def test_a_dead_worker_explains_a_closed_executor():
     closed = fault_of(RuntimeError("DiffusionExecutor is closed."))
-    fault = worker_lost(closed, [Process(None), Process(-9)])
+    fault = worker_lost(closed, enumerate([Process(None), Process(-9)]))
     assert (fault.kind, fault.signal) == (FaultKind.PROCESS_LOST, "SIGKILL")
     assert (fault.rank, fault.pid) == (1, 42)
-    assert worker_lost(closed, [Process(None)]) is closed
+    assert worker_lost(closed, enumerate([Process(None)])) is closed
     oom = Fault(kind=FaultKind.OOM)
-    assert worker_lost(oom, [Process(-9)]) is oom
+    assert worker_lost(oom, enumerate([Process(-9)])) is oom

@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
-from vllm_omni.engine.health.ar.envelope import WorkerError
 from vllm_omni.engine.health.diffusion.faults import envelope, fault_of
 from vllm_omni.engine.health.diffusion.steps import open_envelopes, type_failures
+from vllm_omni.engine.health.envelope import WorkerError
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.fault import FaultKind
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni.engine.health import stage_memory
-from vllm_omni.engine.health.ar.core import HealthStageEngineCoreProc
+from vllm_omni.engine.health.ar.process import HealthStageEngineCoreProc
 from vllm_omni.health.memory.reports import Reports, reports_folder
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
 from vllm_omni.engine.health.closing import ReplicaCloser
-from vllm_omni.engine.health.diffusion.client import ping_of
+from vllm_omni.engine.health.diffusion.channel import ping_of
 from vllm_omni.engine.health.failed_messages import NotingQueue, failure_of_one
 from vllm_omni.engine.health.off_loop import call_soon
 from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue

@@ -17,6 +17,7 @@ import zmq
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.diffusion.data import is_diffusion_request_started_output
 from vllm_omni.health import seams
+from vllm_omni.health.state.values import ReplicaKey
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,6 @@ its replica sends then waits in the socket, and at last in the replica."""
 _EMPTY_PAUSE_S = 0.001
 """Pause after an empty batch. A client that waits returns none; one that only looks does, and
 would otherwise keep its loop busy. Upstream's cadence."""
-
-ReplicaKey = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 from vllm_omni.distributed.omni_coordinator.messages import ReplicaStatus
 from vllm_omni.health.faults.fault import Fault, process_lost
-
-ReplicaKey = tuple[int, int]
+from vllm_omni.health.state.values import ReplicaKey
 
 
 class RemoteWatch:

@@ -16,11 +16,11 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_omni.health.processes.last_words import LastWordsReader
+from vllm_omni.health.processes.last_words import LastWordsReader, WorkerRef, own_words
 from vllm_omni.health.processes.process import ExitStatus
 from vllm_omni.health.processes.supervisor import Supervisor
-from vllm_omni.health.processes.watched import ReplicaKey
 from vllm_omni.health.runtime import current
+from vllm_omni.health.state.values import ReplicaKey
 
 
 class WatchedProcessMixin:
@@ -29,10 +29,20 @@ class WatchedProcessMixin:
     ``entry`` is run in the child in place of upstream's target, with the same arguments and
     ``last_words``, the pipe's writing Connection, and ``order``, the reading one of the pipe for
     the order to end. Both are None where no server of this layer listens, as on a host with
-    stages alone. Subclasses say how they are watched.
+    stages alone. ``key``: the replica, if it is known here. ``rank``: of a worker; None for the
+    root process of a replica.
     """
 
-    def __init__(self, *, entry: Callable[..., Any], **process: Any) -> None:
+    def __init__(
+        self,
+        *,
+        entry: Callable[..., Any],
+        key: ReplicaKey | None,
+        rank: int | None = None,
+        **process: Any,
+    ) -> None:
+        self._key = key
+        self._rank = rank
         self._words_reader, self._words_writer = self._open_pipe()
         self._order_reader: Any = None
         self._order_writer: Any = None
@@ -47,6 +57,10 @@ class WatchedProcessMixin:
 
     def _open_pipe(self) -> tuple[Any, Any]:
         """The reading and the writing Connection."""
+        words = own_words()
+        if words is not None:
+            # One pipe for a replica's own process and its workers; the server reads it.
+            return None, Connection(os.dup(words.fd), readable=False)
         return (None, None) if current() is None else multiprocessing.Pipe(duplex=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,69 +86,73 @@ class WatchedProcessMixin:
         if self._order_writer is not None:
             # At exit multiprocessing ends daemons without terminate(), and waits for them.
             util.Finalize(self, _give, args=(self._order_writer,), exitpriority=1)
-        runtime = current()
-        if runtime is None:
-            return
-        reader, self._words_reader = self._words_reader, None
-        self._watch(
-            runtime.supervisor,
-            self.pid,  # type: ignore[attr-defined]
-            LastWordsReader(_detach(reader)),
-        )
+        words, runtime = own_words(), current()
+        pid: int = self.pid  # type: ignore[attr-defined]
+        if words is not None and self._rank is not None:
+            words.workers([WorkerRef(rank=self._rank, pid=pid)])
+        elif runtime is not None:
+            reader, self._words_reader = self._words_reader, None
+            self._watch(runtime.supervisor, pid, LastWordsReader(_detach(reader)))
 
     def _watch(self, supervisor: Supervisor, pid: int, words: LastWordsReader) -> None:
-        raise NotImplementedError
+        if self._key is None:
+            words.close()
+        elif self._rank is None:
+            supervisor.watch_engine_core(
+                *self._key, pid, words=words, exit_status=self._exit_status
+            )
+        else:
+            supervisor.watch_worker(
+                *self._key, self._rank, pid, words=words, exit_status=self._exit_status
+            )
 
     def _exit_status(self) -> ExitStatus:
         return ExitStatus.from_exit_code(self.exitcode)  # type: ignore[attr-defined]
 
 
-class _StageProcessMixin(WatchedProcessMixin):
-    """The root process of a replica."""
-
-    def __init__(self, *, key: ReplicaKey, **process: Any) -> None:
-        self._key = key
-        super().__init__(**process)
-
-    def _watch(self, supervisor: Supervisor, pid: int, words: LastWordsReader) -> None:
-        supervisor.watch_engine_core(*self._key, pid, words=words, exit_status=self._exit_status)
+class SpawnWatchedProcess(WatchedProcessMixin, multiprocessing.context.SpawnProcess):
+    """A process of a stage started by spawn."""
 
 
-class SpawnStageProcess(_StageProcessMixin, multiprocessing.context.SpawnProcess):
-    """A replica's root process started by spawn."""
+class ForkWatchedProcess(WatchedProcessMixin, multiprocessing.context.ForkProcess):
+    """A process of a stage started by fork, which library use of vLLM may choose."""
 
 
-class ForkStageProcess(_StageProcessMixin, multiprocessing.context.ForkProcess):
-    """A replica's root process started by fork, which library use of vLLM may choose."""
+class WatchedContext:
+    """A multiprocessing context that makes processes of stages; all else is the real one's.
 
-
-class StageContext:
-    """A multiprocessing context that makes replicas' root processes; all else is the real one's.
-
-    ``entry``: what they run. ``key_of``: which replica it is, by the arguments for the process.
+    ``entry``: what they run. ``place``: which replica and rank one is, by the arguments that
+    upstream has for it.
     """
 
     def __init__(
         self,
         context: Any,
         entry: Callable[..., Any],
-        key_of: Callable[[dict[str, Any]], ReplicaKey],
+        place: Callable[..., tuple[ReplicaKey | None, int | None]],
     ) -> None:
         self._context = context
         self._entry = entry
-        self._key_of = key_of
+        self._place = place
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     def Process(
-        self, *, target: Any, kwargs: dict[str, Any], name: str | None = None
-    ) -> SpawnStageProcess | ForkStageProcess:
+        self,
+        *,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **process: Any,
+    ) -> SpawnWatchedProcess | ForkWatchedProcess:
         """Takes the place of the context's class; ``target`` is upstream's."""
         del target
+        kwargs = kwargs or {}
+        key, rank = self._place(*args, **kwargs)
         fork = self._context.get_start_method() == "fork"
-        process = ForkStageProcess if fork else SpawnStageProcess
-        return process(entry=self._entry, key=self._key_of(kwargs), kwargs=kwargs, name=name)
+        made = ForkWatchedProcess if fork else SpawnWatchedProcess
+        return made(entry=self._entry, key=key, rank=rank, args=args, kwargs=kwargs, **process)
 
 
 def _give(order: Connection) -> None:

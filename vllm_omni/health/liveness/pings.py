@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.liveness.evidence import Evidence, Replicas
 from vllm_omni.health.state.machine import HealthMachine
+from vllm_omni.health.state.values import ReplicaKey
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ _SHORTEST_S = 0.02
 _SLACK_S = 0.25
 """How much later than it should a tick may come, on a busy machine, without an excuse."""
 
-ReplicaKey = tuple[int, int]
+
 Ping = Callable[[], Awaitable[object]]
 
 

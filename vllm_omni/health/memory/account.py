@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_omni.health.memory.reports import FRESH_S, RankReport, StageReport
 from vllm_omni.health.memory.view import StageRow
-from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.state.values import ReplicaKey
 
 from vllm_omni_health.devices.figures import DeviceSample, Nonsense, checked
 from vllm_omni_health.devices.host import HOST, anonymous_bytes

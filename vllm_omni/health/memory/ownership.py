@@ -6,8 +6,7 @@ import os
 from collections import defaultdict
 
 from vllm_omni.health.processes.process import parent_pid
-from vllm_omni.health.processes.watched import ReplicaKey
-from vllm_omni.health.state.values import Snapshot
+from vllm_omni.health.state.values import ReplicaKey, Snapshot
 
 
 def owned(snapshot: Snapshot, root: int | None = None) -> dict[int, ReplicaKey | None]:

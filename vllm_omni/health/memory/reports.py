@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.state.values import ReplicaKey
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,9 @@ from vllm_omni.health.memory.view import (
     MemoryView,
     StageRow,
 )
-from vllm_omni.health.processes.watched import ReplicaKey
 from vllm_omni.health.state.causes import memory_pressure
 from vllm_omni.health.state.machine import HealthMachine, ReplicaState
-from vllm_omni.health.state.values import Snapshot
+from vllm_omni.health.state.values import ReplicaKey, Snapshot
 
 from vllm_omni_health.devices.figures import DeviceSample, in_words
 from vllm_omni_health.devices.host import HOST

@@ -59,6 +59,8 @@ class LastWordsWriter:
 
     def __init__(self, fd: int, *, shared: bool = False) -> None:
         self.fd = fd
+        self.stated = False
+        """Whether this process has said why it ends."""
         self._limit = select.PIPE_BUF if shared else _LONGEST_LINE
         os.set_blocking(fd, False)
 
@@ -68,6 +70,7 @@ class LastWordsWriter:
 
     def fault(self, fault: Fault) -> None:
         """Say why this process is about to end."""
+        self.stated = True
         self._write(Words(fault=fault))
 
     def told_to_stop(self, signum: int) -> None:
@@ -121,6 +124,12 @@ def speak_through(writer: LastWordsWriter | None) -> None:
 def own_words() -> LastWordsWriter | None:
     """This process's end of its pipe; None in the server, and where nobody listens."""
     return _own
+
+
+def say(fault: Fault) -> None:
+    """Say through this process's pipe why it is about to end; dropped where there is none."""
+    if _own is not None:
+        _own.fault(fault)
 
 
 class LastWordsReader:

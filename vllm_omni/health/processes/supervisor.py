@@ -33,7 +33,6 @@ from vllm_omni.health.processes.shared_memory import remove_names
 from vllm_omni.health.processes.timers import Timers
 from vllm_omni.health.processes.watched import (
     Replica,
-    ReplicaKey,
     WatchedProcess,
     WatchedThread,
     WatchedWords,
@@ -42,6 +41,7 @@ from vllm_omni.health.processes.watched import (
     open_watch,
 )
 from vllm_omni.health.state.machine import HealthMachine
+from vllm_omni.health.state.values import ReplicaKey
 
 logger = logging.getLogger(__name__)
 

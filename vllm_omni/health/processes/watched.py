@@ -9,8 +9,9 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from vllm_omni.health.faults.fault import Fault, process_lost
+from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
 from vllm_omni.health.processes.cgroups import OomKills
 from vllm_omni.health.processes.last_words import LastWordsReader
 from vllm_omni.health.processes.pidfd import await_ends, kill_process, open_pidfd
@@ -23,9 +24,7 @@ from vllm_omni.health.processes.process import (
     reap,
 )
 from vllm_omni.health.processes.shared_memory import remove_names
-
-ReplicaKey = tuple[int, int]
-"""(stage_id, replica_id)"""
+from vllm_omni.health.state.values import ReplicaKey
 
 
 @dataclass
@@ -190,3 +189,27 @@ def lost_fault(
         role=role,
         core_dumped=status.core_dumped,
     )
+
+
+def worker_lost(fault: Fault, workers: Iterable[tuple[int, Any]]) -> Fault:
+    """Return ``fault``, or the loss of a worker that explains it.
+
+    ``workers``: rank and process object of each, whose parent this process is. What is raised for
+    a dead worker says no more than that the executor has failed, or is closed.
+    """
+    if fault.kind is not FaultKind.ENGINE:
+        return fault
+    for rank, process in workers:
+        if process.exitcode is not None:
+            status = ExitStatus.from_exit_code(process.exitcode)
+            return process_lost(
+                process.exitcode,
+                message=f"worker (rank {rank}, pid {process.pid}) {status.describe()}",
+                exception=fault.exception,
+                bases=fault.bases,
+                rank=rank,
+                pid=process.pid,
+                role="worker",
+                traceback=fault.traceback,
+            )
+    return fault

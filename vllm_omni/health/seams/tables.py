@@ -101,7 +101,7 @@ _SERVER = (
     ),
     Seam(
         "vllm_omni.engine.stage_runtime:StageRuntime._initialize_local_diffusion_replica",
-        "vllm_omni.engine.health.diffusion.client:initialize_replica",
+        "vllm_omni.engine.health.diffusion.channel:initialize_replica",
         why="a diffusion replica's process, engine and client know which replica they are, and "
         "the client does not block",
         signature="(self, plan, stage_init_timeout)",
@@ -129,7 +129,7 @@ _DIFFUSION_ENGINE = (
     ),
     Seam(
         "vllm_omni.diffusion.executor.multiproc_executor:mp",
-        "vllm_omni.engine.health.diffusion.worker:worker_context",
+        "vllm_omni.engine.health.diffusion.start:worker_context",
         why="diffusion workers start through our target, with last words and a watch",
     ),
 )
@@ -153,18 +153,18 @@ _STAGE_PROCESS = (
     ),
     Seam(
         "vllm_omni.engine.stage_engine_core_proc:StageEngineCoreProc",
-        "vllm_omni.engine.health.ar.core:HealthStageEngineCoreProc",
+        "vllm_omni.engine.health.ar.process:HealthStageEngineCoreProc",
         why="an engine core that fails states a typed fault before ENGINE_CORE_DEAD",
     ),
     Seam(
-        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main",
-        "vllm_omni.engine.health.ar.worker:worker_main",
-        why="worker processes start through our target, which installs what they need",
-        signature="(*args, **kwargs)",
+        "vllm.v1.executor.multiproc_executor:get_mp_context",
+        "vllm_omni.engine.health.ar.start:get_worker_context",
+        why="worker processes start through our target, with last words",
+        signature="()",
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor.response_mqs",
-        "vllm_omni.engine.health.ar.envelope:response_mqs",
+        "vllm_omni.engine.health.ar.channel:response_mqs",
         why="a worker's typed exception is what the engine core raises",
         new=True,
     ),

@@ -97,7 +97,7 @@ USED_BY_ORCHESTRATOR = (
             f"{_ENGINE}.orchestrator: client",
             f"{_ENGINE}.output_readers: client",
             f"{_ENGINE}.ar.channel: client",
-            f"{_ENGINE}.diffusion.client: client",
+            f"{_ENGINE}.diffusion.channel: client",
         ),
     ),
     Use(
@@ -199,7 +199,7 @@ USED_BY_API_SERVER = (
         metadata
         replica_id
         """,
-        seen_as=(f"{_ENGINE}.diffusion.client: plan",),
+        seen_as=(f"{_ENGINE}.diffusion.channel: plan",),
     ),
 )
 

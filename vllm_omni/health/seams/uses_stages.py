@@ -26,9 +26,9 @@ USED_BY_ENGINE_CORE = (
             omni_stage_id, omni_replica_id, omni_parallel_stage_init, **kwargs)
         scheduler
         """,
-        subclass=f"{_ENGINE}.ar.core:HealthStageEngineCoreProc",
+        subclass=f"{_ENGINE}.ar.process:HealthStageEngineCoreProc",
         seen_as=(
-            f"{_ENGINE}.ar.core: engine_core, StageEngineCoreProc",
+            f"{_ENGINE}.ar.process: engine_core, StageEngineCoreProc",
             f"{_ENGINE}.stage_memory: engine_core",
         ),
     ),
@@ -40,7 +40,7 @@ USED_BY_ENGINE_CORE = (
         workers
         """,
         seen_as=(
-            f"{_ENGINE}.ar.core: engine_core.model_executor",
+            f"{_ENGINE}.ar.process: engine_core.model_executor",
             f"{_ENGINE}.stage_memory: engine_core.model_executor",
         ),
     ),
@@ -50,7 +50,7 @@ USED_BY_ENGINE_CORE = (
         proc
         rank
         """,
-        seen_as=(f"{_ENGINE}.ar.core: handle",),
+        seen_as=(f"{_ENGINE}.ar.process: handle",),
     ),
     Use(
         ("vllm.v1.core.sched.scheduler:Scheduler",),
@@ -60,7 +60,7 @@ USED_BY_ENGINE_CORE = (
         kv_cache_manager
         """,
         seen_as=(
-            f"{_ENGINE}.ar.core: self.scheduler",
+            f"{_ENGINE}.ar.process: self.scheduler",
             f"{_ENGINE}.stage_memory: scheduler",
         ),
     ),
@@ -69,7 +69,7 @@ USED_BY_ENGINE_CORE = (
         """
         dequeue(self, timeout, indefinite)
         """,
-        seen_as=(f"{_ENGINE}.ar.envelope: self._queue",),
+        seen_as=(f"{_ENGINE}.ar.channel: self._queue",),
     ),
 )
 

@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 from vllm_omni.health.faults.fault import Fault
 
+ReplicaKey = tuple[int, int]
+"""(stage_id, replica_id)"""
+
 
 class State(StrEnum):
     """Health of the whole server."""

@@ -1,4 +1,7 @@
-"""A fatal-error message on an engine core's existing output queue.
+"""How a fault gets from a worker to its engine core, and from there to the server.
+
+Out of a worker's response queue comes the fault that its envelope carries, as an exception. The
+engine core's fatal-error message goes on its existing output queue.
 
 vLLM's decoder knows one message shape, and one slot in it is free for control traffic:
 ``utility_output``, the answer to a utility call, found by its call id. A stage process that is
@@ -11,16 +14,15 @@ delivered before it.
 
 from __future__ import annotations
 
-import base64
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+from vllm_omni.engine.health.envelope import FaultText, report_text, to_text
 from vllm_omni.health import seams
-from vllm_omni.health.faults.fault import Fault, FaultDecodeError
-from vllm_omni.health.runtime import current
+from vllm_omni.health.faults.fault import Fault, FaultError
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +32,8 @@ FAULT_CALL_ID = -81
 
 def fault_outputs(fault: Fault) -> EngineCoreOutputs:
     """The message that carries ``fault``, ready for an engine core's output queue."""
-    text = base64.b64encode(fault.encode()).decode("ascii")
-    return EngineCoreOutputs(
-        utility_output=UtilityOutput(call_id=FAULT_CALL_ID, failure_message=text)
-    )
+    answer = UtilityOutput(call_id=FAULT_CALL_ID, failure_message=to_text(fault))
+    return EngineCoreOutputs(utility_output=answer)
 
 
 class _FaultSink:
@@ -82,17 +82,8 @@ def _receiver(client: Any) -> Callable[[str], None]:
 
     def receive(text: str) -> None:
         client = client_ref()
-        runtime = current()
-        if client is None or runtime is None:
-            return
-        try:
-            fault = Fault.decode(base64.b64decode(text))
-        except (FaultDecodeError, ValueError) as exc:
-            logger.error("[health] unreadable fault from stage %s: %s", client.stage_id, exc)
-            return
-        runtime.supervisor.report(
-            fault.with_context(stage_id=client.stage_id, replica_id=client.replica_id)
-        )
+        if client is not None:
+            report_text(text, client.stage_id, client.replica_id)
 
     return receive
 
@@ -105,3 +96,40 @@ def _table(client: Any, calls: dict[int, Any]) -> UtilityResults:
 
 utility_results = seams.Slot("utility_results", _table)
 """What the seam puts on the stage client's class, where vLLM's base class assigns a plain dict."""
+
+
+class _TypedResponses:
+    """A worker's response queue, as its engine core reads it."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, *args: Any, **kwargs: Any) -> Any:
+        """The worker's answer; raises FaultError when that is an envelope."""
+        answer = self._queue.dequeue(*args, **kwargs)
+        _, result = answer
+        if isinstance(result, FaultText):
+            raise FaultError(result.fault)
+        return answer
+
+
+class _ResponseQueues(list[Any]):
+    """The list that upstream appends an executor's response queues to."""
+
+    def append(self, queue: Any) -> None:
+        super().append(_TypedResponses(queue))
+
+
+def _typed(executor: Any, queues: list[Any]) -> _ResponseQueues:
+    del executor
+    typed = _ResponseQueues()
+    for queue in queues:
+        typed.append(queue)
+    return typed
+
+
+response_mqs = seams.Slot("response_mqs", _typed)
+"""What the seam puts on the multiprocessing executor's class, which assigns a list there."""

@@ -7,80 +7,35 @@ it loads the model, in its busy loop or in its output thread.
 
 from __future__ import annotations
 
-import functools
-import multiprocessing.connection
 import os
 import threading
-import traceback
 from typing import Any, NoReturn
 
 from vllm.v1.executor.multiproc_executor import WorkerProc
-from vllm_omni.engine.health.ar.envelope import FaultText, WorkerError
+from vllm_omni.engine.health import target
 from vllm_omni.engine.health.device_memory import memory_figures
-from vllm_omni.engine.health.process_exit import end_process_groups, leave, leaving_in_time
+from vllm_omni.engine.health.envelope import FaultText, WorkerError
+from vllm_omni.engine.health.process_exit import leaving_in_time
 from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.liveness import stacks
 from vllm_omni.health.processes import stop_signals
-from vllm_omni.health.processes.last_words import (
-    LastWordsWriter,
-    WorkerRef,
-    own_words,
-    speak_through,
-)
-
-_upstream_worker_main = WorkerProc.worker_main
+from vllm_omni.health.processes.last_words import say
 
 
-class _WorkerTarget:
-    """Process target in place of upstream's. Pickled for a new process, it takes this one's
-    last-words pipe along: replica and workers share it."""
+def run_worker(*args: Any, last_words: Any = None, order: Any = None, **kwargs: Any) -> NoReturn:
+    """Process target: run upstream's worker with the health layer around it, by
+    :func:`vllm_omni.engine.health.target.run`."""
 
-    def __init__(self) -> None:
-        self._pipe: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        # A forked worker comes here, with the pipe it has inherited.
-        run_worker(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        words = own_words()
-        if words is None:
-            return functools.partial, (run_worker,)
-        if self._pipe is None:
-            # Kept: what is pickled here must still be open when the process is made.
-            self._pipe = multiprocessing.connection.Connection(os.dup(words.fd), readable=False)
-        return functools.partial, (_run_worker_with, self._pipe)
-
-
-worker_main = _WorkerTarget()
-"""What the seam puts in the place of upstream's target."""
-
-
-def _run_worker_with(pipe: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    # Duplicated, as the Connection closes its own when it is collected.
-    speak_through(LastWordsWriter(os.dup(pipe.fileno()), shared=True))
-    run_worker(*args, **kwargs)
-
-
-def run_worker(*args: Any, **kwargs: Any) -> NoReturn:
-    """Upstream's worker, our seams, a quick end."""
-    stacks.offer()
-    words = own_words()
-    if words is not None:
-        words.workers([WorkerRef(rank=int(kwargs.get("rank", 0)), pid=os.getpid())])
-    status = 1
-    try:
+    def entry() -> None:
         seams.install_worker()
-        _upstream_worker_main(*args, **kwargs)
-        status = 0
-    except SystemExit as exc:
-        status = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    end_process_groups(failed=status != 0)
-    leave(status)
+        WorkerProc.worker_main(*args, **kwargs)
+
+    def fault_of(exc: BaseException) -> Fault:
+        rank = int(kwargs.get("rank", 0))
+        return fault_from_exception(exc, role="worker", rank=rank, pid=os.getpid())
+
+    target.run(entry, fault_of, last_words=last_words, order=order)
 
 
 class HealthWorkerProc(WorkerProc):
@@ -94,10 +49,8 @@ class HealthWorkerProc(WorkerProc):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rank = int(kwargs.get("rank", 0))
-        words = own_words()
-        if words is not None:
-            # Upstream's handlers are in place by now. The order to end is the end of a pipe.
-            stop_signals.listen(self._is_told_to_end, words.told_to_stop)
+        # Upstream has put signal handlers of its own in place.
+        stop_signals.take_again()
         try:
             super().__init__(*args, **kwargs)
         except Exception as exc:
@@ -176,9 +129,8 @@ class HealthWorkerProc(WorkerProc):
         return fault
 
     def _say(self, fault: Fault) -> None:
-        words = own_words()
-        if words is not None and fault.fatal and not self._is_told_to_end():
-            words.fault(fault)
+        if fault.fatal and not self._is_told_to_end():
+            say(fault)
 
     def _is_told_to_end(self) -> bool:
         return self._told_to_end is not None and self._told_to_end.is_set()

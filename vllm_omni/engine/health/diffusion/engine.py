@@ -21,24 +21,23 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.engine.health.ar.envelope import WorkerError
 from vllm_omni.engine.health.device_memory import memory_figures
 from vllm_omni.engine.health.diffusion.faults import (
-    as_fatal,
     envelope,
     fault_of,
     host_fault_of,
     raise_envelope,
     refusal,
-    worker_lost,
 )
 from vllm_omni.engine.health.diffusion.progress import last_step, watch_steps
 from vllm_omni.engine.health.diffusion.steps import open_envelopes, type_failures
+from vllm_omni.engine.health.envelope import WorkerError
 from vllm_omni.engine.health.stage_memory import report_regularly
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind
-from vllm_omni.health.processes.watched import ReplicaKey
+from vllm_omni.health.processes.watched import worker_lost
 from vllm_omni.health.runtime import HealthRuntime, current
+from vllm_omni.health.state.values import ReplicaKey
 
 from vllm_omni_health.settings.sources import SettingsError
 
@@ -144,7 +143,7 @@ class HealthEngineMixin:
         except BaseException as exc:
             # The loop itself failed. Upstream would leave requests waiting for a thread that is
             # gone.
-            self._state(as_fatal(fault_of(exc)))
+            self._state(fault_of(exc).as_fatal())
         if self.fault is not None:
             self._fail_pending_rpcs(FaultError(self.fault))
 
@@ -153,7 +152,7 @@ class HealthEngineMixin:
         if self._closing or not self._loop_started:
             super()._fail_engine(exc)  # type: ignore[misc]
             return
-        self._state(as_fatal(fault_of(exc)))
+        self._state(fault_of(exc).as_fatal())
         if threading.current_thread() is self.worker_thread:
             raise _EngineEnded from exc
 
@@ -233,7 +232,7 @@ class HealthEngineMixin:
         except Exception as exc:
             if self._closing:
                 raise
-            fault = worker_lost(fault_of(exc), self._workers)
+            fault = worker_lost(fault_of(exc), enumerate(self._workers))
             if fault.fatal:
                 if forward or fault.kind is not FaultKind.ENGINE:
                     self._state(fault)
@@ -251,7 +250,7 @@ class HealthEngineMixin:
             raise client_error from exc
         fatal = open_envelopes(answer) if forward else None
         if fatal is not None and not self._closing:
-            self._state(worker_lost(fatal, self._workers))
+            self._state(worker_lost(fatal, enumerate(self._workers)))
         return answer
 
     def _execute(self, execute: Callable[[Any], Any], scheduled: Any) -> Any:
@@ -261,7 +260,7 @@ class HealthEngineMixin:
                 output = execute(scheduled)
         except Exception as exc:
             if self.fault is None and not self._closing:
-                fault = worker_lost(fault_of(exc), self._workers)
+                fault = worker_lost(fault_of(exc), enumerate(self._workers))
                 if fault.fatal:
                     self._state(fault)
             self._end_after_fault(exc)
@@ -279,7 +278,7 @@ class HealthEngineMixin:
 
     def _executor_failed(self) -> None:
         """Called by the executor when it has seen its end; by itself it knows no reason."""
-        lost = worker_lost(Fault(kind=FaultKind.ENGINE), self._workers)
+        lost = worker_lost(Fault(kind=FaultKind.ENGINE), enumerate(self._workers))
         if lost.kind is FaultKind.PROCESS_LOST and not self._closing:
             self._state(lost)
 

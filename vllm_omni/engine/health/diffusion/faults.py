@@ -19,11 +19,10 @@ The client is at fault, and gets a 4xx, only where the class says that input was
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from vllm_omni.engine.health.ar.envelope import FaultText, WorkerError
+from vllm_omni.engine.health.envelope import FaultText, WorkerError
 from vllm_omni.errors import OmniClientError
 from vllm_omni.health.faults.classify import (
     ClassificationTable,
@@ -31,9 +30,8 @@ from vllm_omni.health.faults.classify import (
     fault_from_exception,
     walk,
 )
-from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity, process_lost
+from vllm_omni.health.faults.fault import Fault, FaultError, FaultKind, Severity
 from vllm_omni.health.faults.table import in_force
-from vllm_omni.health.processes.process import ExitStatus
 
 _HARMLESS = (
     "builtins.ValueError",
@@ -109,11 +107,6 @@ def _carried(exc: BaseException) -> Fault | None:
     return None
 
 
-def as_fatal(fault: Fault) -> Fault:
-    """The same fault where it arose in the engine itself and not in a request."""
-    return msgspec.structs.replace(fault, severity=Severity.FATAL)
-
-
 def refusal(exc: BaseException) -> OmniClientError | None:
     """What the client of a refused request is told; None where input was not the trouble.
 
@@ -154,24 +147,3 @@ def raise_envelope(answer: Any) -> None:
             raise FaultError(text.fault)
         if isinstance(text, RefusalText):
             raise RuntimeError(text)
-
-
-def worker_lost(fault: Fault, workers: Sequence[Any]) -> Fault:
-    """``fault``, or the loss of a worker that explains it. We are the workers' parent.
-
-    Upstream closes the executor of a dead worker, and "is closed" is all that is raised then.
-    """
-    if fault.kind is not FaultKind.ENGINE:
-        return fault
-    for rank, process in enumerate(workers):
-        if process.exitcode is not None:
-            status = ExitStatus.from_exit_code(process.exitcode)
-            return process_lost(
-                process.exitcode,
-                message=f"worker (rank {rank}, pid {process.pid}) {status.describe()}",
-                rank=rank,
-                pid=process.pid,
-                role="worker",
-                traceback=fault.traceback,
-            )
-    return fault

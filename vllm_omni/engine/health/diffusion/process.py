@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import traceback
 from functools import partial
 from typing import Any, NoReturn
 
 import zmq
 from vllm_omni.diffusion.stage_diffusion_proc import StageDiffusionProc
 from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpackEncoder
-from vllm_omni.engine.health.diffusion.client import fault_message
+from vllm_omni.engine.health import target
+from vllm_omni.engine.health.diffusion.channel import fault_message
 from vllm_omni.engine.health.diffusion.engine import set_process_outlet
-from vllm_omni.engine.health.diffusion.faults import as_fatal, fault_of
-from vllm_omni.engine.health.process_exit import end_process_groups, leave
+from vllm_omni.engine.health.diffusion.faults import fault_of
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.liveness import stacks
 from vllm_omni.health.liveness.pings import PING
 from vllm_omni.health.processes import stop_signals
-from vllm_omni.health.processes.last_words import LastWordsWriter, own_words, speak_through
+from vllm_omni.health.processes.last_words import say
 
 from vllm_omni_health.bootstrap import set_death_signal
 
@@ -36,41 +34,20 @@ _LINGER_MS = 1000
 def run_diffusion_stage(
     *args: Any, last_words: Any = None, order: Any = None, **kwargs: Any
 ) -> NoReturn:
-    """Process target: run upstream's diffusion process with the health layer around it.
+    """Process target: run upstream's diffusion process with the health layer around it, by
+    :func:`vllm_omni.engine.health.target.run`."""
 
-    ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe,
-    which the replica's workers share, ``order`` the reading one of the pipe for the order to end.
-    Ends the process with upstream's status.
-    """
-    os.setpgid(0, 0)
-    stacks.offer()
-    if last_words is not None:
-        words = LastWordsWriter(last_words.fileno(), shared=True)
-        speak_through(words)
-        stop_signals.listen(partial(stop_signals.given, order), words.told_to_stop)
-    status = 1
-    try:
+    def entry() -> None:
         seams.install_diffusion_process()
         HealthStageDiffusionProc.run_diffusion_proc(*args, **kwargs)
-        status = 0
-    except SystemExit as exc:
-        status = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-    except BaseException as exc:
-        if not _stated:
-            _say(as_fatal(fault_of(exc, role="diffusion engine", pid=os.getpid())))
-        traceback.print_exc()
-    end_process_groups(failed=status != 0)
-    leave(status)
 
-
-_stated: list[Fault] = []
-
-
-def _say(fault: Fault) -> None:
-    _stated.append(fault)
-    words = own_words()
-    if words is not None:
-        words.fault(fault)
+    target.run(
+        entry,
+        partial(fault_of, role="diffusion engine", pid=os.getpid()),
+        last_words=last_words,
+        order=order,
+        leads=True,
+    )
 
 
 class HealthStageDiffusionProc(StageDiffusionProc):
@@ -110,7 +87,7 @@ class HealthStageDiffusionProc(StageDiffusionProc):
 
     def _engine_failed(self, fault: Fault) -> None:
         """The engine states its fault; on any thread."""
-        _say(fault)
+        say(fault)
         loop = self._running
         if loop is not None:
             loop.call_soon_threadsafe(self._end, fault)

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_omni.engine.health.ar.envelope import FaultText, WorkerError
 from vllm_omni.engine.health.diffusion.faults import RefusalText
+from vllm_omni.engine.health.envelope import FaultText, WorkerError
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
 

@@ -11,59 +11,37 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NoReturn
 
 from vllm.v1.engine.core import EngineCoreProc
-from vllm_omni.engine.health import stage_memory
+from vllm_omni.engine.health import stage_memory, target
 from vllm_omni.engine.health.ar.channel import fault_outputs
 from vllm_omni.engine.health.device_memory import memory_figures
-from vllm_omni.engine.health.process_exit import end_process_groups, leave
 from vllm_omni.engine.stage_engine_core_proc import StageEngineCoreProc
 from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
-from vllm_omni.health.faults.fault import Fault, FaultKind, process_lost
-from vllm_omni.health.liveness import stacks
+from vllm_omni.health.faults.fault import Fault, FaultKind
 from vllm_omni.health.processes import stop_signals
-from vllm_omni.health.processes.last_words import LastWordsWriter, own_words, speak_through
-from vllm_omni.health.processes.process import ExitStatus
+from vllm_omni.health.processes.last_words import say
+from vllm_omni.health.processes.watched import worker_lost
 
 
 def run_stage_core(
     *args: Any, last_words: Any = None, order: Any = None, **kwargs: Any
 ) -> NoReturn:
-    """Process target: run upstream's stage core with the health layer around it.
+    """Process target: run upstream's stage core with the health layer around it, by
+    :func:`vllm_omni.engine.health.target.run`."""
 
-    ``last_words`` is the writing :class:`multiprocessing.connection.Connection` of the pipe,
-    ``order`` the reading one of the pipe for the order to end.
-    Ends the process with the status that upstream's target would end it with.
-    """
-    # Of its own, so that a replica can be killed whole without touching the server, and so
-    # that a Ctrl-C at the terminal reaches the server alone, which ends stages in order.
-    os.setpgid(0, 0)
-    stacks.offer()
-    if last_words is not None:
-        # Shared with the workers.
-        words = LastWordsWriter(last_words.fileno(), shared=True)
-        speak_through(words)
-        stop_signals.listen(partial(stop_signals.given, order), words.told_to_stop)
-    status = 1
-    try:
+    def entry() -> None:
         seams.install_stage_process()
         StageEngineCoreProc.run_stage_core(*args, **kwargs)
-        status = 0
-    except SystemExit as exc:
-        status = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-    except BaseException as exc:
-        # Covers model load, when there is no output queue yet. After a fault that went out
-        # through the queue this line is a repetition, which the supervisor recognises.
-        _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
-        traceback.print_exc()
-    # With the worker in this process the groups are this process's, and upstream leaves them.
-    end_process_groups(failed=status != 0)
-    leave(status)
+
+    target.run(entry, _fault_of, last_words=last_words, order=order, leads=True)
+
+
+def _fault_of(exc: BaseException) -> Fault:
+    return fault_from_exception(exc, role="engine core", pid=os.getpid())
 
 
 class HealthStageEngineCoreProc(StageEngineCoreProc):
@@ -108,27 +86,21 @@ class HealthStageEngineCoreProc(StageEngineCoreProc):
     def _send_engine_dead(self) -> None:
         """Called by upstream while it handles the exception that ended the busy loop."""
         fault = self._fault(sys.exception())
-        _say_fault(fault)
+        say(fault)
         for client_index in range(len(self.addresses.outputs)):
             self.output_queue.put_nowait((client_index, fault_outputs(fault)))
         super()._send_engine_dead()
 
     def _fault(self, exc: BaseException | None) -> Fault:
-        fault = (
-            fault_from_exception(exc, role="engine core", pid=os.getpid())
-            if exc is not None
-            else Fault(kind=FaultKind.ENGINE, role="engine core", pid=os.getpid())
-        )
-        if not _worker_handles(self):
+        fault = Fault(kind=FaultKind.ENGINE, role="engine core", pid=os.getpid())
+        if exc is not None:
+            fault = _fault_of(exc)
+        workers = _worker_handles(self)
+        if not workers:
             # The worker is in here.
             fault = fault.with_context(memory=memory_figures())
-        if fault.kind is not FaultKind.ENGINE:
-            return fault
         # "Executor failed" is all that an exception says of a dead worker. We are its parent.
-        for rank, process in _worker_handles(self):
-            if process.exitcode is not None:
-                return _worker_lost(fault, rank, process)
-        return fault
+        return worker_lost(fault, workers)
 
 
 @contextlib.contextmanager
@@ -141,22 +113,8 @@ def _stating_the_end() -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        _say_fault(fault_from_exception(exc, role="engine core", pid=os.getpid()))
+        say(_fault_of(exc))
         raise
-
-
-def _worker_lost(fault: Fault, rank: int, process: Any) -> Fault:
-    status = ExitStatus.from_exit_code(process.exitcode)
-    return process_lost(
-        process.exitcode,
-        message=f"worker (rank {rank}, pid {process.pid}) {status.describe()}",
-        exception=fault.exception,
-        bases=fault.bases,
-        rank=rank,
-        pid=process.pid,
-        role="worker",
-        traceback=fault.traceback,
-    )
 
 
 def _worker_handles(engine_core: EngineCoreProc) -> list[tuple[int, Any]]:
@@ -167,9 +125,3 @@ def _worker_handles(engine_core: EngineCoreProc) -> list[tuple[int, Any]]:
         for handle in handles
         if getattr(getattr(handle, "proc", None), "pid", None) is not None
     ]
-
-
-def _say_fault(fault: Fault) -> None:
-    words = own_words()
-    if words is not None:
-        words.fault(fault)

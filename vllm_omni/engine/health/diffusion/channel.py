@@ -7,7 +7,6 @@ requests, stands still for ever.
 
 from __future__ import annotations
 
-import base64
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -18,10 +17,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.diffusion.inline_stage_diffusion_client import InlineStageDiffusionClient
 from vllm_omni.diffusion.stage_diffusion_client import StageDiffusionClient
 from vllm_omni.engine.health.diffusion.engine import replica_being_started
+from vllm_omni.engine.health.envelope import report_text, to_text
 from vllm_omni.health import seams
-from vllm_omni.health.faults.fault import Fault, FaultDecodeError
+from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.liveness.pings import PING, Ping, Pulse
-from vllm_omni.health.runtime import current
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ _CONNECT_MS = 5000
 
 def fault_message(fault: Fault) -> dict[str, Any]:
     """The message that carries ``fault`` on a diffusion process's response queue."""
-    return {"type": _FATAL, "fault": base64.b64encode(fault.encode()).decode("ascii")}
+    return {"type": _FATAL, "fault": to_text(fault)}
 
 
 def initialize_replica(self: Any, plan: Any, stage_init_timeout: int) -> Any:
@@ -107,21 +106,8 @@ class _FaultDecoder:
         """A message as upstream decodes it; ours are handed to the supervisor on the way."""
         message = self._decoder.decode(raw)
         if isinstance(message, dict) and message.get("type") == _FATAL:
-            self._receive(message)
+            report_text(message.get("fault") or "", self._stage_id, self._replica_id)
         return message
-
-    def _receive(self, message: dict[str, Any]) -> None:
-        runtime = current()
-        if runtime is None:
-            return
-        try:
-            fault = Fault.decode(base64.b64decode(message.get("fault") or ""))
-        except (FaultDecodeError, ValueError) as exc:
-            logger.error("[health] unreadable fault from stage %s: %s", self._stage_id, exc)
-            return
-        runtime.supervisor.report(
-            fault.with_context(stage_id=self._stage_id, replica_id=self._replica_id)
-        )
 
 
 class _NeverBlocking:
