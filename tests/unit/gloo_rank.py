@@ -47,7 +47,7 @@ def main() -> None:
             with process_exit.leaving_in_time(failed=False):
                 threading.Event().wait()
         elif command == "leave":
-            process_exit.leave(0)
+            process_exit.exit_now(0)
 
 
 def say(what: object) -> None:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import janus
 import pytest
-from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue, get_output_blocking_async
+from vllm_omni.engine.health.output_bell import OutputBell, get_output_blocking_async
+from vllm_omni.engine.health.told_queue import ToldQueue
 from vllm_omni.health.runtime import HealthRuntime, set_current
 
 from vllm_omni_health.settings.model import HealthSettings
@@ -36,7 +37,7 @@ class Producer:
 
     def _run(self, bell, count, pause_s):
         async def put():
-            ringing = RingingQueue(self.messages.async_q, bell)
+            ringing = ToldQueue(self.messages.async_q, after=bell.ring)
             for number in range(count):
                 await ringing.put(number)
                 if pause_s and number % 10 == 0:

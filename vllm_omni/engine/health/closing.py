@@ -11,8 +11,8 @@ from vllm_omni.engine.health.off_loop import in_thread
 from vllm_omni.health import seams
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.liveness import stacks
-from vllm_omni.health.state.values import ReplicaKey
 from vllm_omni.health.runtime import HealthRuntime
+from vllm_omni.health.state.values import ReplicaKey
 
 logger = logging.getLogger(__name__)
 

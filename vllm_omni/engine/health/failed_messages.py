@@ -27,27 +27,6 @@ _ERROR = "error"
 """vLLM's finish reason for a request that the engine gave up, such as for a KV transfer."""
 
 
-class NotingQueue:
-    """The orchestrator's end of the output queue, which notes failures on their way."""
-
-    def __init__(self, async_queue: Any, runtime: HealthRuntime) -> None:
-        self._queue = async_queue
-        self._runtime = runtime
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    async def put(self, message: Any) -> None:
-        """Note and put a message."""
-        note(message, self._runtime)
-        await self._queue.put(message)
-
-    def put_nowait(self, message: Any) -> None:
-        """Note and put a message."""
-        note(message, self._runtime)
-        self._queue.put_nowait(message)
-
-
 def note(message: Any, runtime: HealthRuntime) -> None:
     """Write down the failure that ``message`` tells of, if it tells of one of the server's.
 

@@ -20,11 +20,12 @@ from typing import Any
 from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
 from vllm_omni.engine.health.closing import ReplicaCloser
 from vllm_omni.engine.health.diffusion.channel import ping_of
-from vllm_omni.engine.health.failed_messages import NotingQueue, failure_of_one
+from vllm_omni.engine.health.failed_messages import failure_of_one, note
 from vllm_omni.engine.health.off_loop import call_soon
-from vllm_omni.engine.health.output_bell import OutputBell, RingingQueue
+from vllm_omni.engine.health.output_bell import OutputBell
 from vllm_omni.engine.health.output_readers import OutputReadersMixin
 from vllm_omni.engine.health.remote import RemoteWatch
+from vllm_omni.engine.health.told_queue import ToldQueue
 from vllm_omni.engine.messages import EngineQueueMessage, ErrorMessage
 from vllm_omni.engine.orchestrator import Orchestrator
 from vllm_omni.health.faults.classify import fault_from_exception
@@ -58,7 +59,8 @@ class HealthOrchestratorMixin(OutputReadersMixin):
     ) -> None:
         self._health: HealthRuntime = require()
         bell = self._health.output_bell = OutputBell()
-        output = NotingQueue(RingingQueue(output_async_queue, bell), self._health)
+        noted = partial(note, runtime=self._health)
+        output = ToldQueue(output_async_queue, before=noted, after=bell.ring)
         super().__init__(request_async_queue, output, *args, **kwargs)  # type: ignore[call-arg]
         self._wake = asyncio.Event()
         self._evicted: set[tuple[int, int]] = set()

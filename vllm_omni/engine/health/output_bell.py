@@ -59,27 +59,6 @@ class OutputBell:
         self._rung = False
 
 
-class RingingQueue:
-    """The orchestrator's end of the output queue, with the bell on it."""
-
-    def __init__(self, async_queue: Any, bell: OutputBell) -> None:
-        self._queue = async_queue
-        self._bell = bell
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    async def put(self, message: Any) -> None:
-        """Put a message and ring."""
-        await self._queue.put(message)
-        self._bell.ring()
-
-    def put_nowait(self, message: Any) -> None:
-        """Put a message and ring."""
-        self._queue.put_nowait(message)
-        self._bell.ring()
-
-
 def _note_end(runtime: HealthRuntime) -> None:
     """The thread is gone. As a rule its loop has said so; this is for when it could not."""
     if not runtime.supervisor.closing and runtime.machine.snapshot.state is not State.DEAD:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import zmq
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.diffusion.data import is_diffusion_request_started_output
+from vllm_omni.engine.health.told_queue import ToldQueue
 from vllm_omni.health import seams
 from vllm_omni.health.state.values import ReplicaKey
 
@@ -105,20 +106,6 @@ class OutputReaders:
                     await told.wait()
 
 
-class _RingingQueue(asyncio.Queue[Any]):
-    """A diffusion client's queue of outputs that are already on this side."""
-
-    def __init__(self, ring: Callable[[], None], waiting: asyncio.Queue[Any]) -> None:
-        super().__init__()
-        self._ring = ring
-        while not waiting.empty():
-            super().put_nowait(waiting.get_nowait())
-
-    def put_nowait(self, item: Any) -> None:
-        super().put_nowait(item)
-        self._ring()
-
-
 @contextlib.contextmanager
 def _told_of_output(client: Any) -> Iterator[asyncio.Event]:
     """An event that is set whenever a diffusion client may have something new.
@@ -128,18 +115,17 @@ def _told_of_output(client: Any) -> Iterator[asyncio.Event]:
     descriptor tells of changes only, so that whoever is told must read until nothing is left.
     """
     told = asyncio.Event()
-    seams.assign(client, _output_queue=_RingingQueue(told.set, client._output_queue))
+    queue = client._output_queue
     socket = getattr(client, "_response_socket", None)
-    if socket is None:
+    with contextlib.ExitStack() as stack:
+        seams.assign(client, _output_queue=ToldQueue(queue, after=told.set))
+        stack.callback(seams.assign, client, _output_queue=queue)
+        if socket is not None:
+            loop = asyncio.get_running_loop()
+            descriptor = socket.getsockopt(zmq.FD)
+            loop.add_reader(descriptor, told.set)
+            stack.callback(loop.remove_reader, descriptor)
         yield told
-        return
-    loop = asyncio.get_running_loop()
-    descriptor = socket.getsockopt(zmq.FD)
-    loop.add_reader(descriptor, told.set)
-    try:
-        yield told
-    finally:
-        loop.remove_reader(descriptor)
 
 
 class OutputReadersMixin:

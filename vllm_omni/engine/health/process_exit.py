@@ -73,7 +73,7 @@ def leaving_in_time(*, failed: bool) -> Iterator[None]:
         logger.error("[health] not cleaned up within %g s; a peer is gone", DESTROY_S)
         abort_process_groups()
         if not over.wait(ABORT_S):
-            leave(1)
+            exit_now(1)
 
     if failed:
         abort_process_groups()
@@ -88,7 +88,7 @@ def leaving_in_time(*, failed: bool) -> Iterator[None]:
         over.set()
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process as multiprocessing ends a forked child: finalizers, flush, ``_exit``.
 
     A spawned child would go through the interpreter's finalization, which takes seconds with

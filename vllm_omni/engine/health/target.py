@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from vllm_omni.engine.health.process_exit import end_process_groups, leave
+from vllm_omni.engine.health.process_exit import end_process_groups, exit_now
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.liveness import stacks
 from vllm_omni.health.processes import stop_signals
@@ -53,4 +53,4 @@ def run(
             say(fault_of(exc).as_fatal())
         traceback.print_exc()
     end_process_groups(failed=status != 0)
-    leave(status)
+    exit_now(status)

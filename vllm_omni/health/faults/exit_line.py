@@ -11,7 +11,7 @@ from vllm_omni.health.faults.fault import Fault
 from vllm_omni_health.exit_line import SCHEMA_VERSION, line_without_fault, write_line
 
 
-def reason_line(fault: Fault | None, exit_status: int) -> str:
+def exit_line(fault: Fault | None, exit_status: int) -> str:
     """The line without its newline: ASCII, and with one at most TERMINATION_LOG_LIMIT bytes.
 
     Like :meth:`Fault.public` it has no text of an exception, no prompt and no paths.
@@ -31,10 +31,10 @@ def reason_line(fault: Fault | None, exit_status: int) -> str:
     return json.dumps(reason)
 
 
-def write_reason(
+def write_exit_line(
     fault: Fault | None, exit_status: int, path: Path | None, stream: TextIO | None
 ) -> bool:
     """Write the line to ``stream``, and to the file at ``path`` if there is one, as
     :func:`vllm_omni_health.exit_line.write_line` does. Never raises; whether all was written.
     """
-    return write_line(reason_line(fault, exit_status), path, stream)
+    return write_line(exit_line(fault, exit_status), path, stream)

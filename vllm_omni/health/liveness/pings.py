@@ -4,8 +4,9 @@ An engine core's busy loop answers itself, which proves the process, its loop, i
 step and the channel in one go. A diffusion replica, one of whose calls is a whole image or film,
 answers with the time for which it has had work and got nowhere, and says when a step is done.
 
-Silence for ``hang_timeout_s`` makes the replica suspect; when a second ping brings no sign of
-life either, it hangs. A process that a signal has stopped is silent, whatever the others say.
+A replica is heard by an answer to a ping, and by word of a step that is done. One that is not
+heard for ``hang_timeout_s`` is suspect; if nothing is heard for another ``SECOND_PING_S``, after a
+second ping, it hangs. While a signal has stopped one of its processes, nothing counts as heard.
 Lives on the orchestrator's loop; nothing here blocks or polls by itself: the orchestrator's beat
 calls :meth:`LivenessMonitor.tick`.
 """
@@ -81,8 +82,9 @@ class _Watched:
 class LivenessMonitor:
     """Pings replicas and tells the machine which of them are suspect or hang.
 
-    ``timeout_s``: seconds without a sign of life; 0 switches the monitor off. ``on_hang`` is
-    called once for a replica that hangs, with the fault; the replica is then no longer watched.
+    ``timeout_s``: for how many seconds a replica may go unheard; 0 switches the monitor off.
+    ``on_hang`` is called once for a replica that hangs, with the fault; the replica is then no
+    longer watched.
     ``replicas``: what the supervisor knows of one; its times are on the same clock.
     """
 
@@ -198,7 +200,7 @@ class LivenessMonitor:
             self._alive(key, watched, watched.alive_at)
 
     def _alive(self, key: ReplicaKey, watched: _Watched, at: float) -> None:
-        """A sign of life from that time, which may end a suspicion."""
+        """Note that the replica was heard then, in monotonic seconds; may end a suspicion."""
         watched.alive_at = max(watched.alive_at, at)
         if watched.suspect_since is None or self._replicas.get(key) is not watched:
             return

@@ -51,7 +51,7 @@ class Words(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LastWordsWriter:
-    """The stage process's end. Thread-safe as far as a single ``write`` is; never raises.
+    """Writes a stage process's words, from any of its threads. Never blocks and never raises.
 
     ``shared``: other processes write to the same pipe. Lines are then cut to what the kernel
     writes in one piece, or they could end up in one another.
@@ -94,14 +94,19 @@ class LastWordsWriter:
 
 
 def _short(fault: Fault) -> Fault:
-    """Without what takes the most room; the process has its traceback in its own log."""
+    """Return the fault without what takes the most room: its traceback, which the process has in
+    its own log, most bases, and the end of a long message."""
     return msgspec.structs.replace(
         fault, traceback=None, bases=fault.bases[:4], message=clip(fault.message, 512)
     )
 
 
 def _shortest(fault: Fault) -> Fault:
-    """What no name or text, of which JSON may make six times as much, can make too long."""
+    """Return what fits in ``select.PIPE_BUF`` (4096 bytes on Linux) whatever the fault's texts are.
+
+    JSON writes a character as up to six (``\\u0000``), so of all texts only 64 characters of the
+    exception's name are kept.
+    """
     return Fault(
         kind=fault.kind,
         severity=fault.severity,
@@ -133,7 +138,7 @@ def say(fault: Fault) -> None:
 
 
 class LastWordsReader:
-    """The supervisor's end. Used on the supervisor's thread only."""
+    """Reads the words of one pipe, on the supervisor's thread alone. Never blocks."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -142,7 +147,10 @@ class LastWordsReader:
         os.set_blocking(fd, False)
 
     def read(self) -> Iterator[Words]:
-        """What has been said since the last call; sets ``closed`` at end of file."""
+        """Yield what has been said since the last call; sets ``closed`` at end of file.
+
+        A line that cannot be decoded is left out.
+        """
         while not self.closed:
             try:
                 chunk = os.read(self.fd, _READ_CHUNK)

@@ -46,7 +46,9 @@ from vllm_omni.health.state.values import ReplicaKey
 logger = logging.getLogger(__name__)
 
 _ADOPTED_S = (0.5, 5.0)
-"""How long after a process's end its children are looked for, which end by their parent's."""
+"""How many seconds after the end of a stage's process its children are reaped, where this process
+adopts orphans, as pid 1 of a container does. They are killed when their parent ends: at the first
+time they are gone as a rule, at the second so are those that end slowly."""
 
 
 class Supervisor:

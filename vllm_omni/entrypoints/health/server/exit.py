@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import zmq
 from vllm_omni.entrypoints.health.server.arguments import BadInput
-from vllm_omni.health.faults.exit_line import write_reason
+from vllm_omni.health.faults.exit_line import write_exit_line
 from vllm_omni.health.faults.fault import Fault
 from vllm_omni.health.memory.reports import SERVERS_FOLDER
 from vllm_omni.health.runtime import HealthRuntime
@@ -91,7 +91,7 @@ def leave(runtime: HealthRuntime, status: int) -> None:
         logger.error("[health] killed stage processes that were left: %s", left)
     runtime.stop()
     remove_socket_folder()
-    state_reason(runtime, status)
+    state_exit(runtime, status)
 
     def enforce() -> None:
         time.sleep(min(_INTERPRETER_EXIT_S, runtime.shutdown_left()))
@@ -100,20 +100,20 @@ def leave(runtime: HealthRuntime, status: int) -> None:
     threading.Thread(target=enforce, name="health-exit-watch", daemon=True).start()
 
 
-def state_reason(runtime: HealthRuntime, status: int) -> None:
+def state_exit(runtime: HealthRuntime, status: int) -> None:
     """Write why the server ends with ``status``, to stderr and to the termination log."""
     fault = _stated_fault(runtime, status)
-    write_reason(fault, status, runtime.settings.termination_log, plain_stderr())
+    write_exit_line(fault, status, runtime.settings.termination_log, plain_stderr())
 
 
-def note_reason(runtime: HealthRuntime) -> None:
+def note_exit(runtime: HealthRuntime) -> None:
     """Write the fault of a service that is dead to the termination log, before the end.
 
     Whoever kills the server in its grace, or while it holds, has the reason then.
     """
     fault = runtime.machine.reason
     if fault is not None:
-        write_reason(fault, fault.kind.exit_status, runtime.settings.termination_log, None)
+        write_exit_line(fault, fault.kind.exit_status, runtime.settings.termination_log, None)
 
 
 def _stated_fault(runtime: HealthRuntime, status: int) -> Fault | None:

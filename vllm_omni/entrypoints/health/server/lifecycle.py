@@ -21,9 +21,9 @@ from vllm_omni.entrypoints.health.server import signals
 from vllm_omni.entrypoints.health.server.exit import (
     end_now,
     end_process,
-    note_reason,
+    note_exit,
     remove_socket_folder,
-    state_reason,
+    state_exit,
 )
 from vllm_omni.health import seams
 from vllm_omni.health.liveness import stacks
@@ -77,7 +77,7 @@ class _Reasons:
         logger.error("[health] second signal: ending at once")
         self._runtime.supervisor.kill_all()
         remove_socket_folder()
-        state_reason(self._runtime, 128 + signum)
+        state_exit(self._runtime, 128 + signum)
         end_process(128 + signum)
 
 
@@ -119,7 +119,7 @@ async def _settle(guard: RequestGuard, reasons: _Reasons, runtime: HealthRuntime
     # being prepared, or send anything when its thread is stuck.
     await guard.fail_all_by_fault()
     await asyncio.sleep(runtime.machine.settles_in())
-    note_reason(runtime)
+    note_exit(runtime)
     if settings.policy == "hold":
         logger.error("[health] the service is dead; holding with 503 until told to stop")
         await reasons.signalled.wait()
