@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``python -m bench``: upstream alone and with the health layer, side by side, in one run."""
 
 from __future__ import annotations

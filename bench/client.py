@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The load client: a process of its own, told what to do by lines of JSON.
 
 ``python -m bench.client`` reads one order a line from standard input and answers each with one

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is measured, and how: short rounds, upstream and layer in turn."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``python -m bench.orchestrator``: the orchestrator's own cost, over stages that cost nothing.
 
 Upstream's loop as it comes, upstream's event-driven loop, and the layer's, each on a thread and a

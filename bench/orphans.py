@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``python -m bench.orphans``: how long anything is left of a killed server, and workers that hang.
 
 Servers are killed by SIGKILL at random moments of their lives, upstream's and the layer's in

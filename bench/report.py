@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The results: as data, on the terminal, and as Markdown."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The servers under measurement: the same deployment twice, with the layer and without."""
 
 from __future__ import annotations

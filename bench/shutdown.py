@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``python -m bench.shutdown``: from SIGTERM to the end, upstream alone and with the layer.
 
 Each deployment is stopped while it idles and while requests are in flight, by a server of either

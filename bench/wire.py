@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A very cheap HTTP client: it shares two cores with the servers that it measures.
 
 One keep-alive connection per client, requests made beforehand, and only as much parsing of the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Serve two stages, kill one of them under load, and watch what the health layer makes of it.
 
 Run with ``make demo``. Ends with status 0 only if everything went as promised.

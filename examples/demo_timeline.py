@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the demo shows as it happens: one line for each thing that anyone can see."""
 
 from __future__ import annotations

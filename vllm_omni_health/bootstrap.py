@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The first thing that a spawned child process does: tie its life to its parent's.
 
 And to its parent's alone: what a terminal sends to all processes of its session is the parent's to

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The standard streams of a server: there from the start, and one line for the person there."""
 
 from __future__ import annotations

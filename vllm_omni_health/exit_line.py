@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The line of JSON that a server ends with, on stderr and in a termination log.
 
 Here is what needs no fault; ``vllm_omni/health/faults/exit_line.py`` has the line of one.

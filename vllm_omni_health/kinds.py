@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The kinds of faults, how far one reaches, and the exit status that each stands for."""
 
 from __future__ import annotations

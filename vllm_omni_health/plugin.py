@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Entry points that vLLM and vllm-omni call in every process of theirs.
 
 vLLM calls them in plain ``vllm serve`` and in helper processes too. So they do nothing but look

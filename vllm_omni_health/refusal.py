@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A start that is refused: one line for the person there, one in the termination log, a status."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which releases of upstream the layer goes with. Asked of their metadata, without an import."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Real servers for the end-to-end tests: tiny models, real engine cores, one server at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A systemd of the test's own: pid 1 of a namespace, with nothing to do but our units."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the person who starts the server can put right is said in one line, with status 1."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A bad request is the client's, and costs nobody else anything; a stop is clean."""
 
 from __future__ import annotations

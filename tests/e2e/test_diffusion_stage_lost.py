@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Diffusion stages end with their first fatal fault, wherever they run, and only then.
 
 Inline: engine and worker in the server's own process. mp: a worker below the server. Replicas,

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Requests that fail while the service lives, by every route that the tiny models can serve.
 
 The fault is in the orchestrator, where the next stage's input is made: each route then makes an

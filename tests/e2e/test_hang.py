@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A stage that is alive and does nothing is noticed, named and ended; a slow one is left alone."""
 
 from __future__ import annotations

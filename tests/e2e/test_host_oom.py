@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The kernel kills a worker for its memory: the server says that it was that, and ends with 82."""
 
 from __future__ import annotations

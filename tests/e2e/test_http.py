@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Clients that ask for what cannot be, too much, or nothing at all, beside those that behave."""
 
 from __future__ import annotations

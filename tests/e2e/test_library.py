@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Without the HTTP server: typed faults, the state machine, and nothing left, in any program."""
 
 from __future__ import annotations

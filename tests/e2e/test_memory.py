@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Memory that runs short: told, refused for, survived, and over without a restart."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """An exception class that the operator names reaches the worker process in which it arises."""
 
 from __future__ import annotations

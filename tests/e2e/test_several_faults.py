@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """More than one thing goes wrong, or it does so late: everyone is told, and nothing hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A server that is told to stop answers everyone, leaves nothing, and says how it ended."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A stage that can serve no more: everyone is told at once, and the server ends with the reason.
 
 Each case breaks a server for good, so each starts one, and looks at everything in it.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Starts that are unlike others: a stage that is lost meanwhile, streams that are missing."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """An event loop of the server that is blocked is noticed from outside of it."""
 
 from __future__ import annotations

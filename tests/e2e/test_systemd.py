@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Under a real systemd: it signals every process of a unit unless told otherwise."""
 
 from __future__ import annotations

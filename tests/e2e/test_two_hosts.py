@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A stage on another host: a network namespace with a link to this one, which can be cut."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Memory of a real device: each figure against a known allocation, and a real hog."""
 
 from __future__ import annotations

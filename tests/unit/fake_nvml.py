@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A driver that does what real ones do at their worst: absent, wrong, slow, a device lost."""
 
 from __future__ import annotations

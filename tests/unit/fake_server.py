@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A server that keeps the contract, or breaks one promise of it on purpose, in two seconds.
 
 ``python fake_server.py PORT [FLAW]``. It has one stage: a child process as its engine core, and

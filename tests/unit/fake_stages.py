@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Stage clients whose every move a test decides, and upstream's real orchestrator over them."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """One of two gloo ranks, as a program: ``gloo_rank.py RANK PORT``.
 
 Commands come on stdin, answers go to stdout. What vLLM logs there is sent to stderr.

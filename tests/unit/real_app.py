@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Upstream's real application and route handlers on a real HTTP server, over a fake engine.
 
 The fake does what upstream's engine client does with a request: keeps it in ``request_states``

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a request asks of the stages is checked for all of them, before any gets it."""
 
 from types import SimpleNamespace

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a worker's calls end in reaches someone, also where no answer is read."""
 
 from __future__ import annotations

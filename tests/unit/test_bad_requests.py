@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Requests that only their client can put right: 4xx from every route, whatever upstream makes
 of them, and nothing of them counts.
 """

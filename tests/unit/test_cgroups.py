@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Out-of-memory kills: the counters of both cgroup versions, and a real kill by the kernel."""
 
 import os

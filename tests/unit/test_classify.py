@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Classification: by type alone, most telling first, and whatever the exception."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The dependencies declared are those imported, derived from the sources."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Deploy files and overrides: what is wrong with them is said with file, line and key."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Each figure against a known allocation; drivers absent, wrong, slow; a device lost."""
 
 from __future__ import annotations

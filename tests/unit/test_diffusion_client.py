@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The server's end of a diffusion replica: nothing blocks when the other end is gone."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A diffusion engine ends with its first fatal fault, says so once, and refuses bad requests."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A refused diffusion request and a replica that cannot be trusted any more, told apart by type."""
 
 import errno

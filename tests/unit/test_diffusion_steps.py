@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Step-wise execution: what upstream makes texts of keeps its class, and ends the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A drill sees what happens, and a broken promise does not escape it.
 
 The server is a fake: it keeps the contract, or breaks one promise of it on purpose.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Upstream's real duplex orchestrator, over stages whose every move the test decides."""
 
 import functools

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Requests that fail one by one: counted in a window, told to the machine, forgotten in time."""
 
 import pytest

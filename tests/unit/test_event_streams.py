@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Where a stream of events ends, by the events that upstream's routes end theirs with."""
 
 import pytest

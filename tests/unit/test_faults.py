@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Faults: one meaning per kind, and nothing lost or too large on the way."""
 
 from __future__ import annotations

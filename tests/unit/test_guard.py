@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Every request in flight gets an answer: over a real HTTP server and a real client."""
 
 import asyncio

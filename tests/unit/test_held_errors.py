@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Answers of routes that lose the reason are given it back; all others pass unchanged."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The hog takes what it is told to, of the place it is told to, and gives it back."""
 
 from __future__ import annotations

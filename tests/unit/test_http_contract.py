@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What clients see of a fault, by upstream's real routes over a real connection.
 
 A replica is lost while its stage has another, so that nobody but the failed request's own route

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is told of jobs whose records upstream keeps, and at times does not keep up to date."""
 
 import asyncio

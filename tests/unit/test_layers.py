@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Who imports whom: rooms that go in one direction, and no circle anywhere."""
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("vllm_omni", "vllm_omni_health")
-LONGEST_MODULE = 400
+LICENCE = (
+    "# SPDX-License-Identifier: Apache-2.0",
+    "# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project",
+)
+
+LONGEST_MODULE = 400 + len(LICENCE)
 OVER = {
     "vllm_omni/engine/health/orchestrator.py",
     "vllm_omni/health/processes/supervisor.py",
@@ -70,6 +77,15 @@ def test_a_room_knows_nothing_of(room: str, strangers: tuple[str, ...]) -> None:
                     imported == stranger or imported.startswith(f"{stranger}.")
                     for stranger in strangers
                 ), f"{name} imports {imported}"
+
+
+def test_every_module_says_under_which_licence_it_is() -> None:
+    without = [
+        name
+        for name, path in MODULES.items()
+        if not path.read_text().startswith("\n".join(LICENCE) + "\n")
+    ]
+    assert without == []
 
 
 def test_no_module_is_too_long() -> None:

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The layer around an engine in any program: starts that fail, and what is left behind."""
 
 import asyncio

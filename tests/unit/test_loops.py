@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """An event loop that does not turn: the judgement on a clock of the test's, then real loops."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The state machine under any order of facts, from one thread and from several.
 
 The model below knows the rules in another form than the machine does: it keeps every fact ever

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The command for people, machines and pipelines, against a server that says what a test wants."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Figures become judgements: pressure without flapping, growth that nobody accounts for."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Upstream's real orchestrator loop with the health layer in it, over fake stage clients.
 
 The fakes do what real stages cannot be made to do on demand: block in shutdown, die at a chosen

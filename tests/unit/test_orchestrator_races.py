@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Outputs, faults, aborts and the shutdown in any order: everyone is told once, nothing hangs."""
 
 from __future__ import annotations

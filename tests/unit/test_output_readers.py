@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Readers of stage outputs sleep until there is something, and stop when nobody takes it."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """As pid 1 of a container without an init: whoever is orphaned there is the server's to reap."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Suspect, then hung, then nothing: the monitor on a clock of the test's own."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is wrong with memory before a start is said in one line that names it."""
 
 from __future__ import annotations

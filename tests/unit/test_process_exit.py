@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A process ends its process groups in time, whatever became of the other ranks."""
 
 from __future__ import annotations

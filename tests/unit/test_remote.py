@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Stages on other hosts, over TCP: upstream's own coordinator, hub and heartbeats, in processes
 that are stopped and killed."""
 

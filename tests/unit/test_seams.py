@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The seams fit the installed upstream, and one that does not stops the start with one line."""
 
 import importlib.metadata

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Settings: two sources, one winner, and a clear line for whatever is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Shared memory that a stage's processes would leave behind loses its name, and no other."""
 
 from __future__ import annotations

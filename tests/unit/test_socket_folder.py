@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The folder of a server's own for socket files, whose names have little room."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Processes of a stage, real ones: what they run, who is told of them, and how they end."""
 
 from __future__ import annotations

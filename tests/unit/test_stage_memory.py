@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a stage reports of its memory is what it has, and asking for it never fails."""
 
 from __future__ import annotations

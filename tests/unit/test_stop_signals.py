@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A stage's process ends by a signal when its server has ordered it to, and else passes it on."""
 
 import os

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What our sources use of upstream is declared, all of it and nothing else; and who sets what."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The wheel holds our files alone, and none where upstream's wheel has one."""
 
 import importlib.metadata

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What our sources use of upstream, read from their syntax trees."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the health layer has once per server process, in one place.
 
 Upstream builds its objects deep inside one another, with no argument of ours passed through.

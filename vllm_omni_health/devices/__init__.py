@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Memory of devices as it is: what a driver, the kernel or a drill's file says of it.
 
 - ``figures``: the values; ``bounded``: how a query is kept from holding anybody up

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A query that may hang or raise, asked so that nobody waits for it longer than meant."""
 
 from __future__ import annotations

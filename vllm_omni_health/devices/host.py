@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Host memory: the limit of the control group this process is in, else the machine's memory."""
 
 from __future__ import annotations

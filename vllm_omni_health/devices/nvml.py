@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """NVIDIA devices through the driver's own library, NVML; no context is made on any device."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A device that exists in a file alone. For drills and tests: it says what it is told to say.
 
 The file is JSON, replaced as a whole by every change, and changed under a lock, so that a hog

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """All devices at one moment: each asked at the same time, and none waited for too long."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Drills: start a server, load it, break it on purpose, and see whether it keeps its promises.
 
 What the tests, the demo, the benchmarks and the chaos command have in common:

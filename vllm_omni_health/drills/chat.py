@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Chat requests, and a record of what became of each.
 
 A request can be made to stay in one stage: the stages before it get a token to make, the one

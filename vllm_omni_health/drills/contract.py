@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The promises of the health layer, checked against what was seen.
 
 Every function returns the broken promises as sentences; an empty list means that all was kept.

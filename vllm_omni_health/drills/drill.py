@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """One drill: a server under load, one thing broken, everything watched to the end."""
 
 from __future__ import annotations

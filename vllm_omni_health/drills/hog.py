@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A hog: a process that takes memory and keeps it until it is told to let go.
 
 Of the machine, or of a control group that it joins first, of an accelerator, or of a simulated

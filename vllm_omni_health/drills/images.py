@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Image requests: what a diffusion stage is put under load with."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Load: a number of clients that send chat requests, and the record of every one."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Ports for servers under drill, each for one drill at a time.
 
 A server takes seconds from its start until it listens. What is free now may be taken by then,

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Precedence for the threads that measure, over the work that they measure.
 
 A drill shares a few cores with several busy processes. Left to the ordinary scheduler, a thread

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``/health`` over time, as a prober sees it.
 
 The probe has a thread and a connection of its own, so that neither a busy event loop nor a

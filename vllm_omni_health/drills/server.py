@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A server under drill: started here, watched here, and surely ended here."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Everything that a server says about itself at one moment, and how it meets a newcomer."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a server has outside its own memory: shared-memory segments and socket files.
 
 Both outlive a process that is killed. They are found through the processes that have them

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The processes of a server: which there are, what each is for, and who is left at the end.
 
 A process belongs to the server because of its ancestry (or its session, where the server was

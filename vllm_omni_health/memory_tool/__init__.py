@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The command ``vllm-omni-memory``: what a server's memory does, for people, machines and CI.
 
 - ``cli``: the command line; ``client``: the figures of a running server, or of this machine

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``vllm-omni-memory watch`` and ``vllm-omni-memory check``."""
 
 from __future__ import annotations

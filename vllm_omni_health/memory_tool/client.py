@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Where the figures come from: a running server's ``/health/memory``, or this machine itself."""
 
 from __future__ import annotations

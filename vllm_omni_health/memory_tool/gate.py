@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The verdict over a run of figures: did memory that nobody accounts for pass a threshold?"""
 
 from __future__ import annotations

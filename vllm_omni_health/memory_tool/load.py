@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Load for the check: chat requests of growing length, and figures all the while."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Figures as a table: a row for each device and each stage on it, with a line of its history.
 
 A stage's replica is shown as ``stage 0/1``: stage 0, replica 1.

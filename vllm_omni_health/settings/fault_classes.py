@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Exception classes that an operator or a plugin names: the form of their entries.
 
 A dotted class name stands for ``KIND`` or ``KIND:SEVERITY``. What comes of the entries is the

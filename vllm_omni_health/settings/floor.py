@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``min_free_memory``: how much of a device must stay free for requests to be admitted."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The settings themselves: names, types, defaults, units and bounds."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Where settings come from: environment variables and ``--additional-config``.
 
 ``--additional-config '{"health": {…}}'`` wins over ``VLLM_OMNI_HEALTH_*``. Whatever is wrong

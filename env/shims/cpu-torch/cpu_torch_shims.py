@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Lets CUDA builds of torchvision and torchaudio be imported beside a CPU torch.
 
 Both packages load a compiled extension when they are imported, and PyPI's wheels of both

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The tiny AR model: Qwen2 with two layers, which obeys fault marks in its prompt."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Makes the tiny models, without any download: ``python -m omni_tiny_models.build FOLDER``.
 
 Deterministic: weights come from a fixed seed. A model that is there already is left alone,

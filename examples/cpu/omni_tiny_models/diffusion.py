@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The tiny diffusion pipeline: denoises a small image and obeys fault marks as it does.
 
 A real pipeline in miniature: bytes of the prompt as text embedding, a transformer of two

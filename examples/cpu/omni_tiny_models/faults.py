@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Fault marks: ``<|fault:KIND@STAGE|>`` in a prompt makes stage STAGE fail as KIND says.
 
 A mark travels with its prompt, so a later stage sees it as well as the first one. The

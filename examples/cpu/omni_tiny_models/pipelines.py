@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Pipelines of tiny stages: how many, of which kind, and what is handed from one to the next."""
 
 from __future__ import annotations

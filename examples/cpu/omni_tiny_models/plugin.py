@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Entry point: tells vLLM and vllm-omni about the tiny models and their pipelines."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The tiny diffusion model's network. Imports torch alone, so that its builder is quick."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The tiny tokenizer's vocabulary, shared by its builder and the model that reads tokens.
 
 Ids, in this order: 256 bytes, which is all that a prompt's text is made of; the words that

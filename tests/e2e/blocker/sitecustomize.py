@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """On the PYTHONPATH of a server under test: blocks one of its threads when told to.
 
 A line ``LOOP SECONDS`` in the named pipe that BLOCKER_PIPE names blocks that event loop of the

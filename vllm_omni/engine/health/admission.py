@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Requests that no stage could carry out are refused before any stage gets them.
 
 vLLM checks what a request asks of the first stage. What it asks of a later one is checked by

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Closing replicas: each client on a thread of its own, bounded, and then whatever is left."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Upstream's coordinator of stages on several hosts: a process forked from the server's.
 
 Forked, it inherits the server's signal handlers, and nothing ends it with the server. Without it

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How much memory a device has and this process holds of it, for a fault's record."""
 
 from __future__ import annotations

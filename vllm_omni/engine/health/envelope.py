@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Faults inside the texts that upstream passes on: a worker's exception in a typed envelope, and
 a fault as the text of a message.
 

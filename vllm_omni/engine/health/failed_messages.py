@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which messages to the API server say that a request failed, and whose doing that was.
 
 All ways in which upstream fails a request end in a message on the orchestrator's output queue:

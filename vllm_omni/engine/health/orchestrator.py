@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The orchestrator with a health state: it moves the machine, and does what a move demands.
 
 Data flows one way. Facts reach the machine (from the fault sink and from upstream's own

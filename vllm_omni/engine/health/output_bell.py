@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How the API server's loop learns that the orchestrator has put a message on the output queue.
 
 The queue crosses threads. Upstream waits for it by looking every millisecond, or in a thread that

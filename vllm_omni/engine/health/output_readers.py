@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Outputs of all stages: one reader a replica, which sleeps until there is something to read.
 
 Upstream has readers like these for AR stages alone, looks at diffusion stages every millisecond,

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The last steps of a stage process or a worker: end its process groups, then leave.
 
 A communicator is destroyed by all of its ranks together. ``ncclCommDestroy`` waits for every

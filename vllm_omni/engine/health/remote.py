@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Replicas on other hosts (upstream's headless stages): their heartbeats, and their silence.
 
 There is no process to watch and no signal to send. A thread in each stage process there sends a

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Child processes with a last-words pipe, which the supervisor watches from their start on.
 
 And with one for the order to end, which goes ahead of the signal that ends them: see

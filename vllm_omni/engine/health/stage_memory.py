@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a stage itself knows of its memory; found out in the stage's process.
 
 An engine core answers each ping with it. A diffusion worker cannot be asked while it runs a step,

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What every process of a stage runs: an entry of upstream's with the health layer around it."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A queue of upstream's that tells of every message that is put into it."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The health layer in a program that uses the engine itself, without the HTTP server.
 
 .. code-block:: python

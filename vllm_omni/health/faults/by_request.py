@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which requests failed for a reason of the server's, and why: a lookup by request id.
 
 The orchestrator writes it down before it sends a failure on its way. Upstream then makes an

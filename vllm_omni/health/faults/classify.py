@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """From an exception to a :class:`Fault`, by the types involved and never by their text.
 
 Classes are named by dotted strings and found along the MRO, so that nothing has

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The reason for a server's end, as one line of JSON, for stderr and a termination log."""
 
 from __future__ import annotations

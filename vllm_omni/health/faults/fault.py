@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What went wrong, as a value that survives every process boundary.
 
 A :class:`Fault` is made once, where the failure is seen, and is handed on from

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Exception classes that installed packages name, by entry points of the group :data:`GROUP`.
 
 Each entry point stands for a mapping of dotted class names to ``KIND`` or ``KIND:SEVERITY``, or

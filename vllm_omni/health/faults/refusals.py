@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which requests the client is to blame for, and what it is told: a lookup by request id.
 
 The counterpart of :mod:`vllm_omni.health.faults.by_request`. What is noted here is no fault: it

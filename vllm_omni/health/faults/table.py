@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which exception class is which kind of fault, and the table that is in force in this process.
 
 Classes are named by dotted strings and found along the MRO. The server adds what a setting and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the kernel shows of a replica that does not answer: is it stopped, does it compute?
 
 Read from ``/proc``, which takes microseconds a process, so on any thread.

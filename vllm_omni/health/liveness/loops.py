@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Event loops of the server that may stop turning, watched from the supervisor's thread.
 
 A loop says that it turns by a beat about once a second. One that a blocking call holds up says

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Hung or busy: a ping that a replica answers between steps.
 
 An engine core's busy loop answers itself, which proves the process, its loop, its workers' last

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Where the threads of a process that hangs are: its stacks, for the log, before it is killed.
 
 A stage's process offers them: at a signal Python's faulthandler writes the stacks of all threads

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Device memory is watched, and pressure closes admission before it kills.
 
 - ``floor``: how much must stay free; ``pressure``: when it does not, without flapping

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Who holds what: samples of devices, owners of processes and reports of stages put together.
 
 A pure function of what was asked for elsewhere; every figure that cannot be had is None.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Memory that nobody accounts for: what is measured beyond what stages report, and its growth.
 
 Each process holds some memory that torch's allocator never sees: the interpreter, a device

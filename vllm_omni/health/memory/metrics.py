@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The figures for Prometheus, on the endpoint that upstream serves."""
 
 from __future__ import annotations

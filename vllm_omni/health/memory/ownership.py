@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which processes are this service's, and which of them belong to which replica: by ancestry."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is looked at before stages start, and once they are ready, while stopping is still cheap.
 
 Enough memory free, nothing of somebody else's holding it, shared memory and limits such that

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Whether a device is short of memory: at once when it is, and only after a while not any more."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What stages say of their own memory: with the answers to pings, or in files of theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The figures as they are shown: plain immutable rows, and the bodies made of them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The watch: a thread that samples device memory, judges it, and tells the state machine.
 
 It has nothing to do with any event loop. Queries run on further threads (see

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Whether the kernel's out-of-memory killer has been at work in a process's own cgroup.
 
 A process that it kills ends by SIGKILL and says nothing, exactly as one that somebody killed by

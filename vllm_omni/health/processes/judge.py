@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Whether the end of a stage's process is a fault, and which: judged when enough is known.
 
 Used on the supervisor's thread only.

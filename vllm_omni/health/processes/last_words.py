@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The last-words pipe: facts a stage process can state when its output queue cannot.
 
 An engine core's output queue exists only after the model is loaded, and only while the process

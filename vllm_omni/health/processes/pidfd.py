@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """File descriptors of processes and threads, which become readable when those end."""
 
 from __future__ import annotations

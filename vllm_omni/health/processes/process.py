@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Processes as the health layer sees them: who they are, how they ended, how to end them.
 
 A process is identified by pid *and* start time, never by its name: pids are reused, and

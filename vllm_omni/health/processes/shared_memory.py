@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Shared-memory segments of the stages, so that none is left behind.
 
 vLLM's CPU communicator makes one a rank, whose name nothing but the end of an undisturbed

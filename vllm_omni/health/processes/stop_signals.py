@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A signal to stop that reaches a stage's process: its server's order, or everybody's signal.
 
 A service manager may signal every process at once, in any order. The server then drains, and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The supervisor: a thread that sees what no message can tell.
 
 It waits on pidfds and last-words pipes, and looks at the server's event loops from time to time,

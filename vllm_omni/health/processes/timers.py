@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a thread has to do at certain times, in between waiting for something else."""
 
 from __future__ import annotations

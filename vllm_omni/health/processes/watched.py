@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the supervisor has under watch: replicas, their processes, the threads of those.
 
 Plain records; the supervisor serialises every access to them.

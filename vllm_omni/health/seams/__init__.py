@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Where the layer takes an upstream name and puts its own there: the tables, and who uses them."""
 
 from vllm_omni.health.seams.check import SeamError

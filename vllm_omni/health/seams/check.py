@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Whether upstream is as the tables say, and ours as upstream needs it. Changes nothing."""
 
 from __future__ import annotations

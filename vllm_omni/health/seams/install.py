@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Installs the tables, and sets what else of upstream's is set. No other module does either.
 
 All of a process's table is checked, and everything of ours that it names is imported, before the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The forms of the tables: a seam, a use of upstream's objects, a table of both. Data alone.
 
 Names are ``module:attribute.path``.

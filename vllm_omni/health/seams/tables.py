@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Every name of upstream's that the layer takes, by kind of process. Data alone.
 
 A second release of upstream gets its rows here, with the release named on those that differ.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the layer overrides and uses of upstream's objects in the server process, by class.
 
 A test derives the same from our sources, and fails for what is missing here as for what nobody

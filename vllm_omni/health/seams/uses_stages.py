@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the layer overrides and uses of upstream's objects in the processes of stages and workers,
 and of a diffusion engine's wherever it runs; see ``uses_server.py``.
 """

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is wrong at present, and which of the faults behind it is given as the reason."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How many requests may fail of late before the server counts as degraded.
 
 One request that fails and leaves its replica intact says little. Many in a short time say that

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The history of a machine, and those who are told of every entry as it is made."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The health of one server as a state machine that only facts can move.
 
 States and moves: STARTING → HEALTHY, STARTING → DEAD, HEALTHY → DEGRADED,

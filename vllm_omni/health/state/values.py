@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the health of a server looks like to whoever reads it: plain immutable values."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What diffusion workers need on a device without streams and without flash attention."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The platform class: which workers and backends to use, and what the "device" is."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Workers of LLM stages: vLLM's CPU worker around vllm-omni's model runners."""
 
 # ruff: noqa: I001 - vLLM asks for cpu_worker, which loads its shared-memory extension, first.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How a fault gets from a worker to its engine core, and from there to the server.
 
 Out of a worker's response queue comes the fault that its envelope carries, as an exception. The

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What runs in an AR stage's engine-core process: upstream's busy loop, and the truth about
 its end.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How an AR stage's processes are spawned: the server its engine core, and that its workers.
 
 Upstream asks vLLM for a multiprocessing context and makes its processes from that. It gets the

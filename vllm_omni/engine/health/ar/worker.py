@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What runs in a worker process of an AR stage: upstream's worker, with typed exceptions.
 
 Of most calls one rank's answer alone is read. What the others raise goes to the last-words pipe

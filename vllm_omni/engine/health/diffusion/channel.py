@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The server's side of a diffusion replica in a process of its own: a client that never blocks.
 
 Upstream's client runs on the orchestrator's loop and sends with a blocking call. When the other

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A diffusion engine that ends with its first fatal fault and says which it was.
 
 Upstream's engine turns every exception of a forward pass into an error output and serves on, in

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which failures of a diffusion request are the request's own, and which are the replica's.
 
 A diffusion engine runs one request, or one batch, at a time and keeps nothing of it. So it can

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What runs in a diffusion replica's own process: upstream's loop, and the truth about its end.
 
 As an engine core does, it leads a process group of its own and states a fatal fault twice: as

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Steps of a diffusion pipeline as progress: one call of a worker is a whole image or film.
 
 Each denoising step calls the pipeline's transformer, which runs a hook of ours first. A worker

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """How a diffusion stage's processes are spawned: the replica's own and its workers; see
 ar/start.py. A worker's parent is the server (inline) or the replica's own process.
 """

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Failures in step-wise execution, which upstream makes texts of, one request at a time.
 
 Where a diffusion stage executes step by step, the worker's model runner catches what a pipeline

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What runs in a worker process of a diffusion engine: upstream's worker, with typed failures."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What clients read when something failed: probe bodies and OpenAI error bodies.
 
 Everything here is made from fixed sentences and numbers. Exception texts, which can hold

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """One request or websocket in flight, between the application and the HTTP server.
 
 What the application sends passes here. Once a request that the engine had for this call has

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What upstream's chat route takes unchecked, and then fails on or works on for ever."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What the application raises for a request that only its client can put right.
 
 Upstream's routes turn much of it into an error of the server's. Who is to blame is read from the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The end of a stream of server-sent events, as the contract has it: an error event, ``[DONE]``.
 
 Routes end their streams in ways of their own when their engine request fails: with an error

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The outermost ASGI layer: probes, admission, and an answer for every request in flight.
 
 While the service lives the orchestrator fails requests one by one, those of a lost replica. When

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Plain answers of the application that are held until they are whole, and perhaps put right."""
 
 from __future__ import annotations

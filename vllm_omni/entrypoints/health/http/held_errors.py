@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Errors of the application that hide a fault, or blame the wrong side, put right.
 
 Upstream has some sixty routes, and each makes text of what is raised in its own way: some give

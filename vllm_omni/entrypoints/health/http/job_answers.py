@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is told of jobs: work that goes on after the request that began it was answered.
 
 Upstream keeps a video's or a background response's record itself. A failure reaches that record

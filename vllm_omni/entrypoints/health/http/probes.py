@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The probes: ``/health``, ``/readyz``, ``/livez``, ``/ping``, and the two that tell more,
 ``/health/history`` and ``/health/memory``.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which HTTP request or websocket each of the engine's requests was made for.
 
 Upstream's engine client keeps a dict of its requests in flight. An entry is made in the task of

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What a route has to do with the stages, by its method and path.
 
 docs/routes.md lists every route of upstream's and how it answers at a fault; a test holds that

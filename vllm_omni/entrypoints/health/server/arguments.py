@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What is looked at before anything is started: settings, and options that cannot work."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A deploy file as its author sees it: with lines, and as strict as a person would be.
 
 Upstream reads these files leniently: a key it does not know at the top level, a second stage of

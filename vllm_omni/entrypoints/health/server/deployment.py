@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """A deployment that upstream refuses, or would serve otherwise than it says, in one line.
 
 Upstream resolves model, deploy file and overrides before it starts a stage, and checks names and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The server process's last steps: end what is left, state the reason, end for sure."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """The HTTP server's life: serve, notice why to end, end in order, within bounds.
 
 Runs on the API server's main loop around upstream's own ``serve_http``, which keeps what it is

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """``vllm serve MODEL --omni`` with the health layer: checks first, then upstream's command,
 then an exit status that says why.
 """

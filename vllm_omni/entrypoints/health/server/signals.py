@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """Which signals tell the server to stop, and what it starts that must not hear them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """From the first process to the first request: a start that fails, or is stopped, ends.
 
 The main thread is blocked in upstream's start-up then, which can wait for minutes for a process

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
 """What systemd is told of the server's state, by the protocol of sd_notify(3).
 
 One datagram a message, to a socket whose name is in the environment. Done here rather than by a
