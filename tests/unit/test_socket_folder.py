@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,16 @@ def test_no_folder_to_make_it_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
     with pytest.raises(BadInput, match=f"{VARIABLE}: .*none: No such file"):
         health_exit.make_socket_folder()
+
+
+@pytest.mark.parametrize("variable", [VARIABLE, "TMPDIR"])
+def test_a_base_in_which_no_socket_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    base = folder_of_length(tmp_path, zmq.IPC_PATH_MAX_LEN - len(UUID))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv(variable, str(base))
+    with pytest.raises(BadInput, match=f"^{variable}: sockets cannot be made in {base}: "):
+        health_exit.make_socket_folder()
+    assert list(base.iterdir()) == []

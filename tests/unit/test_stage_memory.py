@@ -17,7 +17,8 @@ import torch
 from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni.engine.health import stage_memory
 from vllm_omni.engine.health.ar.process import HealthStageEngineCoreProc
-from vllm_omni.health.memory.reports import Reports, reports_folder
+from vllm_omni.health.memory.reports import Reports
+from vllm_omni.health.processes.left_behind import own_folder
 
 MIB = 1 << 20
 
@@ -116,7 +117,7 @@ def test_a_process_leaves_its_figures_for_the_server_and_keeps_them_up_to_date(
     reports = Reports()
 
     def latest() -> int | None:
-        reports.collect(reports_folder(), {os.getpid(): (1, 0)})
+        reports.collect(own_folder(), {os.getpid(): (1, 0)})
         found = reports.latest().get((1, 0))
         return None if found is None else found[1].ranks[0].reserved
 
@@ -160,11 +161,11 @@ def test_nothing_is_left_in_a_folder_that_is_not_the_servers_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    assert reports_folder() is None
+    assert own_folder() is None
     asked = []
     stage_memory.report_regularly(None, find=lambda worker: asked.append(worker) or [])
     assert asked == []
-    Reports().collect(reports_folder(), {})
+    Reports().collect(own_folder(), {})
 
 
 def test_a_diffusion_worker_on_cpu_reports_its_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm_omni.health.memory.reports import PERIOD_S, leave_report, reports_folder
+from vllm_omni.health.memory.reports import PERIOD_S, leave_report
+from vllm_omni.health.processes.left_behind import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def report_regularly(
 
     On a daemon thread. Does nothing where the server has no folder of its own.
     """
-    folder = reports_folder()
+    folder = own_folder()
     ended = threading.Event()
     if folder is None:
         return ended.set

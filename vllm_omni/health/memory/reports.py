@@ -23,13 +23,6 @@ FRESH_S = 15.0
 """How long a report counts: three times the longest period of pings. A stage in the middle of a
 long step answers none, and may take memory all the same."""
 
-
-SERVERS_FOLDER = "vllm-omni-"
-"""What the names of servers' own folders begin with; see ``entrypoints/health/server/exit.py``."""
-
-_FOLDER = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the folder of socket files, which children inherit."""
-
 _FILE = "memory-"
 
 
@@ -113,15 +106,6 @@ class Reports:
         """(age in seconds, report) of each replica, also of those that are too old to count."""
         now = self._clock()
         return {key: (now - at, report) for key, (at, report) in dict(self._latest).items()}
-
-
-def reports_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder that the server made for itself and its children, and removes at its end.
-
-    None where it has made none: what is left anywhere else would stay.
-    """
-    folder = Path(environ.get(_FOLDER, ""))
-    return folder if folder.name.startswith(SERVERS_FOLDER) else None
 
 
 def leave_report(folder: Path, ranks: list[dict[str, object]]) -> None:

@@ -27,7 +27,7 @@ from vllm_omni.health.memory.account import (
 from vllm_omni.health.memory.discrepancy import GapTracker
 from vllm_omni.health.memory.ownership import owned
 from vllm_omni.health.memory.pressure import PressureGate
-from vllm_omni.health.memory.reports import Reports, reports_folder
+from vllm_omni.health.memory.reports import Reports
 from vllm_omni.health.memory.view import (
     NOTHING,
     DeviceRow,
@@ -35,6 +35,7 @@ from vllm_omni.health.memory.view import (
     MemoryView,
     StageRow,
 )
+from vllm_omni.health.processes.left_behind import own_folder
 from vllm_omni.health.state.causes import memory_pressure
 from vllm_omni.health.state.machine import HealthMachine, ReplicaState
 from vllm_omni.health.state.values import ReplicaKey, Snapshot
@@ -122,7 +123,7 @@ class MemoryWatch:
             self.samples = tuple(self._devices.sample())
             snapshot = self._machine.snapshot
             self.owners = self._processes(snapshot)
-            self.reports.collect(reports_folder(), self.owners)
+            self.reports.collect(own_folder(), self.owners)
             live, reports = self._live(snapshot)
             accounts = gather(self.samples, self.owners, reports, live)
             any_in_use = any(one.in_use for one in accounts.devices if one.sample.device != HOST)

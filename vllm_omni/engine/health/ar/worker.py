@@ -21,7 +21,7 @@ from vllm_omni.engine.health.process_exit import leaving_in_time
 from vllm_omni.health import seams
 from vllm_omni.health.faults.classify import fault_from_exception
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.processes import stop_signals
+from vllm_omni.health.processes import left_behind, stop_signals
 from vllm_omni.health.processes.last_words import say
 
 
@@ -40,6 +40,12 @@ def run_worker(*args: Any, last_words: Any = None, order: Any = None, **kwargs: 
     target.run(entry, fault_of, last_words=last_words, order=order)
 
 
+def _note_file_store(init_method: Any) -> None:
+    """Process groups meet by way of a file, which their destruction alone removes."""
+    if isinstance(init_method, str) and init_method.startswith("file://"):
+        left_behind.note([init_method.removeprefix("file://")])
+
+
 class HealthWorkerProc(WorkerProc):
     """Upstream's worker process, whose exceptions keep their class and always reach someone."""
 
@@ -51,6 +57,7 @@ class HealthWorkerProc(WorkerProc):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rank = int(kwargs.get("rank", 0))
+        _note_file_store(kwargs.get("distributed_init_method"))
         # Upstream has put signal handlers of its own in place.
         stop_signals.take_again()
         try:

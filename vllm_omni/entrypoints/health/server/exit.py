@@ -7,18 +7,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import zmq
 from vllm_omni.entrypoints.health.server.arguments import BadInput
 from vllm_omni.health.faults.exit_line import write_exit_line
 from vllm_omni.health.faults.fault import Fault
-from vllm_omni.health.memory.reports import SERVERS_FOLDER
+from vllm_omni.health.processes import left_behind
 from vllm_omni.health.runtime import HealthRuntime
 from vllm_omni.health.state.machine import State
 
@@ -41,21 +41,32 @@ _socket_folder: str | None = None
 
 
 def make_socket_folder() -> None:
-    """Have socket files made in a folder of this server's own.
+    """Have socket files made in a folder of this server's own, and remove those of dead servers.
 
     Those of processes that were killed stay behind, and nothing else says whose they were.
-    A base folder so long that a name in ours would not fit is left as it is; whether its own
-    names fit is for vLLM to say. Raises BadInput when nothing can be made there.
+    A base folder so long that a name in ours would not fit, while vLLM's own still do, is left as
+    it is. Raises BadInput when nothing can be made there, or no name would fit.
     """
     global _socket_folder
-    base = os.environ.get(_SOCKET_BASE) or tempfile.gettempdir()
+    variable, base = _socket_base()
+    if not _fits(base):
+        raise BadInput(
+            f"{variable}: sockets cannot be made in {base}: with {len(_LONGEST_SOCKET_NAME)} for "
+            f"the name of a file, the path has more than {zmq.IPC_PATH_MAX_LEN} bytes; set "
+            f"{_SOCKET_BASE} to a folder with a shorter name"
+        )
+    swept = left_behind.sweep(Path(base))
+    if swept:
+        logger.warning("[health] removed what dead servers have left: %s", ", ".join(swept))
     try:
-        folder = tempfile.mkdtemp(prefix=SERVERS_FOLDER, dir=base)
+        folder = tempfile.mkdtemp(prefix=left_behind.SERVERS_FOLDER, dir=base)
+        if _fits(folder):
+            left_behind.hold(Path(folder))
     except OSError as exc:
         raise BadInput(
-            f"{_SOCKET_BASE}: no folder for socket files can be made in {base}: {exc.strerror}",
+            f"{variable}: no folder for socket files can be made in {base}: {exc.strerror}",
         ) from None
-    if len(os.fsencode(os.path.join(folder, _LONGEST_SOCKET_NAME))) > zmq.IPC_PATH_MAX_LEN:
+    if not _fits(folder):
         os.rmdir(folder)
         logger.warning(
             "[health] %s is too long a folder for socket files of this server's own; those of "
@@ -68,10 +79,29 @@ def make_socket_folder() -> None:
     os.environ[_SOCKET_BASE] = folder
 
 
+def _socket_base() -> tuple[str, str]:
+    """The folder for socket files, and the variable that says so. Raises BadInput."""
+    base = os.environ.get(_SOCKET_BASE)
+    if base:
+        return _SOCKET_BASE, base
+    try:
+        base = tempfile.gettempdir()
+    except OSError as exc:  # its text names all the folders that were tried
+        raise BadInput(f"TMPDIR: {exc.strerror}") from None
+    # In the order in which tempfile asks for them.
+    named = (name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name))
+    return next(named, "TMPDIR"), base
+
+
+def _fits(folder: str) -> bool:
+    path = os.path.join(folder, _LONGEST_SOCKET_NAME)
+    return len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN
+
+
 def remove_socket_folder() -> None:
     """Remove the folder with all that is in it; harmless when there is none."""
     if _socket_folder is not None:
-        shutil.rmtree(_socket_folder, ignore_errors=True)
+        left_behind.remove_folder(Path(_socket_folder))
 
 
 def wait_leaving(timeout_s: float) -> bool:
