@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-omni-health project
-"""A program that uses the engine itself: run by test_library.py, which reads what it prints."""
+"""A program that uses the engine itself: run by test_library_use.py, which reads what it prints."""
 
 import asyncio
 import json
